@@ -1,0 +1,322 @@
+"""The GL(h) quotient: pure, batched functions on pairs ``(G, H)``.
+
+``G`` is ``(..., n, h)``, ``H`` is ``(..., m, h)``; ``A`` in GL(h) acts by ``(G A^-1, H A^T)`` and only ``G H^T`` matters.
+A tangent vector is a pair ``(a, b)`` of the same shapes. Nothing here reads a value back to the host, so every
+function runs on any device, under ``torch.func.vmap``, ``FakeTensorMode`` and autograd. Formulas follow "Hide & Seek"
+(arXiv 2505.05409) and docs/geometry.md, which derives what that paper does not give.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .frame import Frame, factor, gram
+from .metric import Metric
+
+__all__ = [
+    "act",
+    "act_tangent",
+    "add",
+    "christoffel",
+    "combine",
+    "factor",
+    "gradient",
+    "hessian",
+    "inner",
+    "lift",
+    "project",
+    "vertical",
+]
+
+Pair = tuple[Tensor, Tensor]
+
+
+def combine(x: Tensor, left: Tensor, y: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    """Tall factors times small matrices, in the dtype of the tall factors.
+
+    Args:
+        x: ``(..., n, h)``.
+        left: ``(..., h, h)``.
+        y: A second tall factor, or None.
+        right: Its small matrix.
+
+    Returns:
+        ``x @ left`` or ``x @ left + y @ right``.
+    """
+    product = x @ left.to(x.dtype)
+    if y is None or right is None:
+        return product
+    if product.requires_grad or y.requires_grad or right.requires_grad or product.ndim != 3 or y.ndim != 3:
+        return product + y @ right.to(y.dtype)
+    return torch.baddbmm(product, y, right.to(y.dtype))
+
+
+def add(u: Pair, v: Pair, scale: float = 1.0) -> Pair:
+    """Sum of two pairs.
+
+    Args:
+        u: A pair.
+        v: A pair.
+        scale: Factor of ``v``.
+
+    Returns:
+        ``u + scale * v``.
+    """
+    return torch.add(u[0], v[0], alpha=scale), torch.add(u[1], v[1], alpha=scale)
+
+
+def act(x: Pair, change: Tensor, inverse: Tensor) -> Pair:
+    """Change of gauge, of a point or, being linear, of a tangent vector.
+
+    Args:
+        x: The pair.
+        change: ``B``, that is ``A^-1``.
+        inverse: ``B^-1``, that is ``A``.
+
+    Returns:
+        ``(G B, H B^-T)``.
+    """
+    return combine(x[0], change), combine(x[1], inverse.mT)
+
+
+act_tangent = act
+
+
+def vertical(x: Pair, L: Tensor) -> Pair:
+    """Tangent vector of the orbit.
+
+    Args:
+        x: The point.
+        L: An element of the Lie algebra, ``(..., h, h)``.
+
+    Returns:
+        ``(-G L, H L^T)``.
+    """
+    return -combine(x[0], L), combine(x[1], L.mT)
+
+
+def inner(frame: Frame, u: Pair, v: Pair) -> Tensor:
+    """Inner product ``tr(K a^T c) + tr(L b^T d)``.
+
+    Args:
+        frame: The factored point.
+        u: Tangent vector ``(a, b)``.
+        v: Tangent vector ``(c, d)``.
+
+    Returns:
+        Shape ``(...)``, in the dtype of the vectors. inv weighs by ``K = SG^-1, L = SH^-1``, mix by ``K = SH, L = SG``.
+    """
+    first = (frame.weight_g * gram(u[0], v[0])).sum((-2, -1))
+    second = (frame.weight_h * gram(u[1], v[1])).sum((-2, -1))
+    return (first + second).to(u[0].dtype)
+
+
+def gradient(frame: Frame, euclidean: Pair) -> Pair:
+    """Gradient in the total space from partial derivatives.
+
+    Args:
+        frame: The factored point.
+        euclidean: ``(dL/dG, dL/dH)``.
+
+    Returns:
+        ``(dG K^-1, dH L^-1)``: inv ``(dG SG, dH SH)``, mix ``(dG SH^-1, dH SG^-1)``. Horizontal when the loss is
+        GL(h)-invariant.
+    """
+    return combine(euclidean[0], frame.dual_g), combine(euclidean[1], frame.dual_h)
+
+
+def _sylvester(frame: Frame, right: Tensor) -> Tensor:
+    """Solve ``A X + X A = right`` with ``A = SG SH`` through the balanced gauge."""
+    assert frame.spectrum is not None
+    basis, inverse, s = frame.spectrum
+    scale = s.square().unsqueeze(-1) + s.square().unsqueeze(-2)
+    return inverse.mT @ ((basis.mT @ right @ inverse.mT) / scale) @ basis.mT
+
+
+def _compensator(metric: Metric, frame: Frame, g_a: Tensor, b_h: Tensor) -> Tensor:
+    """The ``L`` for which ``(a + G L, b - H L^T)`` is horizontal, from ``G^T a`` and ``b^T H``."""
+    if metric.is_mix:
+        return (b_h @ frame.gram_h_inverse - frame.gram_g_inverse @ g_a) / 2
+    if metric.is_inv and any(t.requires_grad for t in (frame.gram_g, frame.gram_h)):
+        # The basis is a constant here. Each pass of iterative refinement leaves the value as it is and makes one
+        # more order of derivatives exact: two passes serve gradients and Hessian-vector products.
+        A = frame.gram_g @ frame.gram_h
+        right = frame.gram_g @ b_h.mT - g_a.mT @ frame.gram_h
+        X = _sylvester(frame, right.detach())
+        for _ in range(2):
+            X = X + _sylvester(frame, right - A @ X - X @ A)
+        return X.mT
+    assert frame.spectrum is not None
+    basis, inverse, s = frame.spectrum
+    w = metric.weights(s)
+    w_i, w_j, s_i, s_j = w.unsqueeze(-1), w.unsqueeze(-2), s.unsqueeze(-1), s.unsqueeze(-2)
+    g_a, b_h = basis.mT @ g_a @ basis, inverse @ b_h @ inverse.mT
+    balanced = (w_i * b_h - w_j * g_a) / (w_i * s_j + w_j * s_i)
+    return basis @ balanced @ inverse
+
+
+def project(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Pair:
+    """Orthogonal projection onto the horizontal space.
+
+    In the balanced gauge the compensating field is ``L_ij = (w_i (b^T H)_ij - w_j (G^T a)_ij) / (w_i s_j + w_j s_i)``
+    for every metric of the family. For inv this solves ``A X + X A = SG H^T b - a^T G SH``, ``A = SG SH``, ``L = X^T``
+    (the paper prints ``A^T`` in the second term; that does not give a horizontal vector). For mix it is
+    ``L = (b^T H SH^-1 - SG^-1 G^T a) / 2`` in any gauge, without eigenvectors.
+
+    Args:
+        metric: The metric.
+        frame: The point, factored with ``spectral=True``.
+        x: The point.
+        u: Any tangent vector ``(a, b)``.
+
+    Returns:
+        ``(a + G L, b - H L^T)``.
+    """
+    L = _compensator(metric, frame, gram(x[0], u[0]), gram(u[1], x[1]))
+    return _plus(u[0], x[0], L), _plus(u[1], x[1], -L.mT)
+
+
+def _plus(u: Tensor, x: Tensor, small: Tensor) -> Tensor:
+    """``u + x @ small`` in one pass where that is possible."""
+    small = small.to(x.dtype)
+    if u.ndim == x.ndim == 3 and not torch.is_grad_enabled():
+        return torch.baddbmm(u, x, small)
+    return u + x @ small
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    return x + x.mT
+
+
+class _Change:
+    """Derivative of the metric in the point, and its adjoint, as maps between h x h matrices."""
+
+    def __init__(self, metric: Metric, frame: Frame) -> None:
+        self.metric, self.frame = metric, frame
+        if not metric.is_rational:
+            assert frame.spectrum is not None
+            self.p, self.q = metric.kernels(frame.spectrum.s)
+
+    def weights(self, gram_g: Tensor, gram_h: Tensor) -> Pair:
+        """Derivatives of ``(K, L)`` for the derivatives of ``(SG, SH)``."""
+        frame = self.frame
+        if self.metric.is_mix:
+            return gram_h, gram_g
+        if self.metric.is_inv:
+            return (
+                -frame.gram_g_inverse @ gram_g @ frame.gram_g_inverse,
+                -frame.gram_h_inverse @ gram_h @ frame.gram_h_inverse,
+            )
+        assert frame.spectrum is not None
+        basis, inverse, s = frame.spectrum
+        on_g, on_h = basis.mT @ gram_g @ basis, inverse @ gram_h @ inverse.mT
+        weight_g, weight_h = self.q * on_h - self.p * on_g, self.q * on_g - self.p * on_h
+        if self.metric.relaxation > 0:
+            top = self._top(on_g + on_h) / 2  # derivative of the largest singular value
+            shift = torch.diag_embed(self.metric.weight_slope(s) * top)
+            weight_g, weight_h = weight_g + shift, weight_h + shift
+        return basis @ weight_g @ basis.mT, inverse.mT @ weight_h @ inverse
+
+    def adjoint(self, z_a: Tensor, z_b: Tensor) -> Pair:
+        """``(D_G, D_H)`` with ``<z_a, dK> + <z_b, dL> = <D_G, dSG> + <D_H, dSH>`` for symmetric ``z``."""
+        frame = self.frame
+        if self.metric.is_mix:
+            return z_b, z_a
+        if self.metric.is_inv:
+            return (
+                -frame.gram_g_inverse @ z_a @ frame.gram_g_inverse,
+                -frame.gram_h_inverse @ z_b @ frame.gram_h_inverse,
+            )
+        assert frame.spectrum is not None
+        basis, inverse, s = frame.spectrum
+        on_a, on_b = basis.mT @ z_a @ basis, inverse @ z_b @ inverse.mT
+        d_g, d_h = self.q * on_b - self.p * on_a, self.q * on_a - self.p * on_b
+        if self.metric.relaxation > 0:
+            trace = (on_a + on_b).diagonal(dim1=-2, dim2=-1)
+            total = (self.metric.weight_slope(s) * trace).sum(-1, keepdim=True) / 2
+            here = torch.diag_embed(torch.nn.functional.one_hot(s.argmax(-1), s.shape[-1]) * total)
+            d_g, d_h = d_g + here, d_h + here
+        return basis @ d_g @ basis.mT, inverse.mT @ d_h @ inverse
+
+    def _top(self, x: Tensor) -> Tensor:
+        assert self.frame.spectrum is not None
+        return x.diagonal(dim1=-2, dim2=-1).gather(-1, self.frame.spectrum.s.argmax(-1, keepdim=True))
+
+
+def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None = None) -> Pair:
+    """Christoffel term of the total space.
+
+    ``Gamma(u, v)_G = 1/2 [a K'(v) + c K'(u)] K^-1 - G D_G K^-1``, where ``K'(u)`` is the derivative of the weights along
+    ``u`` and ``G D_G`` half the derivative of ``<u, v>`` in the point. For mix and ``u = v`` this is
+    ``[a (b^T H + H^T b) - G b^T b] SH^-1``, for inv ``-a SG^-1 (a^T G + G^T a) + G SG^-1 a^T a``.
+
+    Args:
+        metric: The metric.
+        frame: The factored point.
+        x: The point.
+        u: Tangent vector ``(a, b)``.
+        v: Tangent vector ``(c, d)``; ``u`` if left out.
+
+    Returns:
+        ``Gamma(u, v)``. Geodesics solve ``x'' = -Gamma(x', x')``.
+    """
+    change = _Change(metric, frame)
+    along_u = change.weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
+    if v is None:
+        d_g, d_h = change.adjoint(gram(u[0], u[0]), gram(u[1], u[1]))
+        return (
+            combine(u[0], along_u[0] @ frame.dual_g, x[0], -d_g @ frame.dual_g),
+            combine(u[1], along_u[1] @ frame.dual_h, x[1], -d_h @ frame.dual_h),
+        )
+    along_v = change.weights(_symmetric(gram(v[0], x[0])), _symmetric(gram(v[1], x[1])))
+    d_g, d_h = change.adjoint(_symmetric(gram(u[0], v[0])), _symmetric(gram(u[1], v[1])))
+    first = combine(u[0], along_v[0] @ frame.dual_g / 2, v[0], along_u[0] @ frame.dual_g / 2)
+    second = combine(u[1], along_v[1] @ frame.dual_h / 2, v[1], along_u[1] @ frame.dual_h / 2)
+    return first - combine(x[0], d_g @ frame.dual_g / 2), second - combine(x[1], d_h @ frame.dual_h / 2)
+
+
+def hessian(metric: Metric, frame: Frame, x: Pair, euclidean: Pair, second: Pair, u: Pair) -> Pair:
+    """Riemannian Hessian of an invariant function on the quotient, along a horizontal vector.
+
+    With the metric ``M`` and the gradient ``g = M^-1 e``, the covariant derivative is
+    ``M^-1 (e' - M'(u) g) + Gamma(u, g)``; its horizontal part is the Hessian of the quotient (O'Neill).
+
+    Args:
+        metric: The metric.
+        frame: The point, factored with ``spectral=True``.
+        x: The point.
+        euclidean: Partial derivatives ``e`` of the function.
+        second: Their derivative ``e'`` along ``u``.
+        u: A horizontal vector.
+
+    Returns:
+        The horizontal lift of ``Hess f [u]``.
+    """
+    g = gradient(frame, euclidean)
+    along = _Change(metric, frame).weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
+    moved = gradient(frame, (second[0] - combine(g[0], along[0]), second[1] - combine(g[1], along[1])))
+    return project(metric, frame, x, add(moved, christoffel(metric, frame, x, u, g)))
+
+
+def lift(metric: Metric, frame: Frame, x: Pair, y: Pair) -> Pair:
+    """Horizontal lift of the tangent part of ``W_y - W_x``.
+
+    With the projectors ``P, Q`` onto the column spaces of ``G, H`` and ``D = W_y - W_x``, the vector
+    ``((1 - P/2) D H SH^-1, (1 - Q/2) D^T G SG^-1)`` has ``a H^T + G b^T = P D + D Q - P D Q``; projecting it removes what
+    is vertical. The gauge of ``y`` does not matter.
+
+    Args:
+        metric: The metric.
+        frame: The point ``x``, factored with ``spectral=True``.
+        x: The point at which to lift.
+        y: The other point.
+
+    Returns:
+        A horizontal vector at ``x``.
+    """
+    first = combine(y[0], gram(y[1], x[1]) @ frame.gram_h_inverse) - x[0]
+    second = combine(y[1], gram(y[0], x[0]) @ frame.gram_g_inverse) - x[1]
+    first = first - combine(x[0], frame.gram_g_inverse @ gram(x[0], first) / 2)
+    second = second - combine(x[1], frame.gram_h_inverse @ gram(x[1], second) / 2)
+    return project(metric, frame, x, (first, second))
