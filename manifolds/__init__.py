@@ -4,8 +4,16 @@
 geometry for Pymanopt. The pure functions underneath are in the modules ``gl``, ``geodesics`` and ``rescaling``.
 """
 
+from .adapters import PymanoptGLQuotient, PymanoptRescalingQuotient
 from .metric import Metric
 from .points import FactoredPoint
 from .quotients import GLQuotient, RescalingQuotient
 
-__all__ = ["FactoredPoint", "GLQuotient", "Metric", "RescalingQuotient"]
+__all__ = [
+    "FactoredPoint",
+    "GLQuotient",
+    "Metric",
+    "PymanoptGLQuotient",
+    "PymanoptRescalingQuotient",
+    "RescalingQuotient",
+]
