@@ -54,6 +54,22 @@ def small_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def split_rows(x: Tensor, n: int, axis: int = -2) -> tuple[Tensor, Tensor]:
+    """The two factors of a packed point, as views.
+
+    Written without index brackets, which a build of torch without CUDA refuses on fake CUDA tensors.
+
+    Args:
+        x: A point or tangent vector.
+        n: Rows of the first factor.
+        axis: The axis of the rows.
+
+    Returns:
+        The first ``n`` rows and the rest.
+    """
+    return x.narrow(axis, 0, n), x.narrow(axis, n, x.shape[axis] - n)
+
+
 def gram(a: Tensor, c: Tensor) -> Tensor:
     """Gram product of two tall factors.
 
@@ -212,7 +228,7 @@ def balance(G: Tensor, H: Tensor, *, floor: float = 0.0) -> Balance:
     q_h, r_h = torch.linalg.qr(H.to(dtype))
     u, s, vt = torch.linalg.svd(r_g @ r_h.mT)
     if floor > 0:
-        top = s[..., :1]
+        top = s.narrow(-1, 0, 1)
         s = torch.maximum(s, floor * torch.where(top > 0, top, torch.ones_like(top)))
     left = q_g @ u
     peak = left.gather(-2, left.abs().argmax(-2, keepdim=True))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .frame import Frame, factor, gram, small_dtype
+from .frame import Frame, factor, gram, small_dtype, split_rows
 from .gl import Pair, christoffel, combine, inner
 from .metric import Metric
 
@@ -24,6 +24,7 @@ class Arrival(NamedTuple):
     point: Pair
     velocity: Pair
     drift: Tensor  # relative change of the squared speed, one row per step of the integrator: (steps, ...)
+    doubt: Tensor  # relative difference of the last two levels of extrapolation, likewise
 
 
 def closed_form(frame: Frame, x: Pair, u: Pair, t: float = 1.0) -> Pair:
@@ -55,15 +56,15 @@ def _closed_factor(Y: Tensor, a: Tensor, root: Tensor, root_inverse: Tensor, t: 
     mixed = root_inverse @ gram(Y, a) @ root_inverse.mT  # in the gauge where Y has orthonormal columns
     square = root_inverse @ gram(a, a) @ root_inverse.mT
     # Any scale of the block `a` gives the same result; this one keeps the exponent as small as the step.
-    scale = square.detach().diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30).sqrt()[..., None, None]
+    scale = square.detach().diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30).sqrt().unsqueeze(-1).unsqueeze(-1)
     identity = torch.eye(h, dtype=mixed.dtype, device=mixed.device)
     exponent = torch.cat(
         [torch.cat([mixed, -scale * identity], -1), torch.cat([square / scale, -mixed.mT], -1)], -2
     )
-    turn = torch.linalg.matrix_exp(t * exponent)[..., h:]
+    turn_a, turn_y = split_rows(torch.linalg.matrix_exp(t * exponent).narrow(-1, h, h), h)
     stretch = torch.linalg.matrix_exp(t * mixed.mT) @ root.mT
-    on_y = root_inverse.mT @ turn[..., h:, :] @ stretch
-    on_a = -(root_inverse.mT @ turn[..., :h, :] @ stretch) / scale
+    on_y = root_inverse.mT @ turn_y @ stretch
+    on_a = -(root_inverse.mT @ turn_a @ stretch) / scale
     return combine(Y, on_y, a, on_a)
 
 
@@ -82,13 +83,25 @@ def _extrapolation_weights(numbers: Sequence[int]) -> list[float]:
 State = tuple[Tensor, ...]
 
 
-def _extrapolate(run: Callable[[State, int], State], start: State, numbers: Sequence[int]) -> State:
+def _extrapolate(
+    run: Callable[[State, int], State], start: State, numbers: Sequence[int]
+) -> tuple[State, Tensor]:
+    """One step, and how far the level below the last one is from it."""
     parts = [run(start, number) for number in numbers]
-    weights = _extrapolation_weights(numbers)
-    return tuple(
-        torch.stack([weight * part for weight, part in zip(weights, column, strict=True)]).sum(0)
-        for column in zip(*parts, strict=True)
-    )
+
+    def mix(count: int) -> State:
+        weights = _extrapolation_weights(numbers[:count])
+        return tuple(
+            torch.stack([weight * part for weight, part in zip(weights, column, strict=True)]).sum(0)
+            for column in zip(*parts[:count], strict=True)
+        )
+
+    best = mix(len(numbers))
+    with torch.no_grad():
+        gaps = [(x - y).square().sum((-2, -1)) for x, y in zip(best, mix(len(numbers) - 1), strict=True)]
+        sizes = [x.square().sum((-2, -1)) for x in start]
+        doubt = (sum(gaps, torch.zeros_like(gaps[0])) / sum(sizes, torch.zeros_like(sizes[0]))).sqrt()
+    return best, doubt
 
 
 def default_order(dtype: torch.dtype) -> int:
@@ -172,12 +185,13 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
 
     state: State = tuple(start)
     begin, _ = speeds(state)
-    drifts = []
+    drifts, doubts = [], []
     numbers = range(1, levels + 1)
     for _ in range(steps):
-        state = _extrapolate(run, state, numbers)
+        state, doubt = _extrapolate(run, state, numbers)
         energy, rates = speeds(state)
         drifts.append(_drift(begin, energy))
+        doubts.append(doubt)
 
     def spread(side: int, top: Tensor, low: Tensor) -> Tensor:
         tall, velocity, _, root_inverse, _, _ = sides[side]
@@ -185,7 +199,7 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
 
     point = spread(0, state[0], state[1]), spread(1, state[4], state[5])
     velocity = spread(0, rates[0], rates[1]), spread(1, rates[2], rates[3])
-    return Arrival(point, velocity, torch.stack(drifts))
+    return Arrival(point, velocity, torch.stack(drifts), torch.stack(doubts))
 
 
 def _drift(begin: Tensor, energy: Tensor) -> Tensor:
@@ -227,12 +241,13 @@ def midpoint_flow(metric: Metric, x: Pair, u: Pair, *, steps: int = 1, levels: i
         return inner(factor(metric, state[0], state[1]), velocity, velocity)
 
     state: State = (*x, *u)
-    begin, drifts = energy(state), []
+    begin, drifts, doubts = energy(state), [], []
     numbers = range(2, 2 * levels + 1, 2)
     for _ in range(steps):
-        state = _extrapolate(run, state, numbers)
+        state, doubt = _extrapolate(run, state, numbers)
         drifts.append(_drift(begin, energy(state)))
-    return Arrival((state[0], state[1]), (state[2], state[3]), torch.stack(drifts))
+        doubts.append(doubt)
+    return Arrival((state[0], state[1]), (state[2], state[3]), torch.stack(drifts), torch.stack(doubts))
 
 
 def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair, *, steps: int = 1) -> tuple[Pair, Tensor | None]:
@@ -246,7 +261,9 @@ def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair, *, steps: int = 1) 
         steps: Number of integration steps; the closed form of inv needs none.
 
     Returns:
-        The point at time 1, and the drift of the squared speed per step (None for the closed form).
+        The point at time 1, and a bound on the relative error per step (None for the closed form): the drift of the
+        squared speed, which shows the error itself, or a millionth of the difference of the last two levels, which
+        shows a step too long to trust (a symmetric method can cross a singularity and keep its energy).
     """
     if metric.is_inv:
         return closed_form(frame, x, u), None
@@ -259,4 +276,4 @@ def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair, *, steps: int = 1) 
             metric, (x[0].to(wide), x[1].to(wide)), (u[0].to(wide), u[1].to(wide)), steps=steps, levels=levels
         )
     point = arrival.point[0].to(x[0].dtype), arrival.point[1].to(x[1].dtype)
-    return point, arrival.drift
+    return point, torch.maximum(arrival.drift, 1e-6 * arrival.doubt)

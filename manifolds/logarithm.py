@@ -32,7 +32,13 @@ def reduce_rows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def shoot(
-    residual: Callable[[Tensor], Tensor], start: Tensor, norm: Callable[[Tensor], Tensor], *, goal: float, most: int
+    residual: Callable[[Tensor], Tensor],
+    start: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    scale: Tensor,
+    *,
+    goal: float,
+    most: int,
 ) -> tuple[Tensor, Tensor]:
     """Find the zero of a residual close to minus the identity's, batch entry by batch entry.
 
@@ -43,6 +49,7 @@ def shoot(
         residual: Maps vectors ``(batch, d)`` to corrections of the same shape.
         start: First guess, ``(batch, d)``.
         norm: Length of a vector, ``(batch,)``.
+        scale: The length that residuals are compared with, ``(batch,)``.
         goal: Relative residual at which to stop.
         most: Largest number of evaluations.
 
@@ -52,7 +59,6 @@ def shoot(
     v, steps, residuals = start, [], []
     best, least = v, torch.full_like(norm(v), torch.inf)
     r = residual(v)
-    scale = norm(v).clamp_min(torch.finfo(v.dtype).tiny)
     for _ in range(most):
         size = norm(r) / scale
         size = torch.where(size.isfinite(), size, torch.inf)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import geodesics, gl, rescaling
-from .frame import Frame, balance, balanced_frame, correlation, factor, small_dtype
+from .frame import Frame, balance, balanced_frame, correlation, factor, small_dtype, split_rows
 from .gl import Pair
 from .metric import Metric
 
@@ -220,7 +220,7 @@ class GLPoint(FactoredPoint):
         super().__init__(metric, retraction, n)
         wide = x.to(work_dtype(x.dtype))
         self.dtype = x.dtype
-        self._point: Pair = (wide[..., :n, :], wide[..., n:, :])
+        self._point: Pair = split_rows(wide, n)
         self.change: Pair | None = None
         self.frame: Frame = factor(metric, *self._point, spectral=spectral)
         if known(self._sound().all()) is False:
@@ -257,7 +257,7 @@ class GLPoint(FactoredPoint):
 
     def _split(self, u: Tensor) -> Pair:
         wide = u.to(work_dtype(self.dtype))
-        return wide[..., : self.n, :], wide[..., self.n :, :]
+        return split_rows(wide, self.n)
 
     def _into(self, u: Tensor) -> Pair:
         pair = self._split(u)
@@ -336,7 +336,7 @@ def refuse_rank_loss(s: Tensor, dtype: torch.dtype, rows: int) -> None:
     Raises:
         ValueError: If a singular value vanishes to the precision of the dtype, naming the entry and the value.
     """
-    present = s > rows * torch.finfo(dtype).eps * s[..., :1]
+    present = s > rows * torch.finfo(dtype).eps * s.narrow(-1, 0, 1)
     full = present.all(-1)
     if known(full.all()) is not False:
         return
@@ -354,7 +354,7 @@ def refuse_end_of_geodesic(metric: Metric, drift: Tensor, bound: float) -> None:
 
     Args:
         metric: The metric.
-        drift: Relative drift of the squared speed after each step, ``(steps, ...)``.
+        drift: Relative error after each step, ``(steps, ...)``.
         bound: What was allowed.
 
     Raises:
@@ -412,7 +412,7 @@ class RescalingPoint(FactoredPoint):
     def _into(self, u: Tensor) -> Pair:
         wide = u.to(work_dtype(self.dtype))
         wide = wide.squeeze(-1) if self.column else wide
-        return wide[..., : self.n], wide[..., self.n :]
+        return split_rows(wide, self.n, -1)
 
     _into_dual = _into
 
@@ -437,8 +437,9 @@ class RescalingPoint(FactoredPoint):
 
     def _geodesic(self, u: Pair) -> Pair:
         point, reach = rescaling.geodesic(self.metric, self.frame, self._point, u)
-        lost = (reach <= 0).squeeze(-1)
-        if known((~lost).all()) is False:
+        kept = (reach > 0).squeeze(-1)
+        if known(kept.all()) is False:
+            lost = ~kept
             growth = (1 - reach.squeeze(-1))[lost][0]
             raise ValueError(
                 f"the geodesic of {label(lost)} under metric {self.metric.name!r} leaves the manifold (g k^T vanishes) "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import gl, rescaling
-from .frame import balance
+from .frame import balance, small_dtype, split_rows
 from .logarithm import flatten, reduce_rows, shoot, spread, unflatten
 from .metric import Metric
 from .points import RETRACTIONS, FactoredPoint, GLPoint, RescalingPoint, known, label, work_dtype
@@ -86,7 +86,7 @@ class Quotient(geoopt.Manifold):
             One number per batch entry.
         """
         value = self._at(x, spectral=False).inner(u, v)
-        return value[(...,) + (None,) * self.ndim] if keepdim else value
+        return self._with_axes(value) if keepdim else value
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """Length of a tangent vector.
@@ -204,7 +204,7 @@ class Quotient(geoopt.Manifold):
             One number per batch entry; zero on an orbit, and the same for all points of two orbits.
         """
         value = self._log(x, y)[1]
-        return value[(...,) + (None,) * self.ndim] if keepdim else value
+        return self._with_axes(value) if keepdim else value
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         """Horizontal vector whose geodesic leads from ``x`` to the orbit of ``y``.
@@ -224,6 +224,11 @@ class Quotient(geoopt.Manifold):
 
     # -- representation ---------------------------------------------------------------------------------------------
 
+    def _with_axes(self, value: Tensor) -> Tensor:
+        for _ in range(self.ndim):
+            value = value.unsqueeze(-1)
+        return value
+
     def _axis(self) -> int:
         return -self.ndim
 
@@ -237,8 +242,7 @@ class Quotient(geoopt.Manifold):
             ``(G, H)``.
         """
         self._assert_check_shape(tensor.shape, "x")
-        axis = self._axis()
-        return tensor.narrow(axis, 0, self.n), tensor.narrow(axis, self.n, tensor.shape[axis] - self.n)
+        return split_rows(tensor, self.n, self._axis())
 
     def pack_point(self, *tensors: Tensor) -> Tensor:
         """One tensor from two factors.
@@ -368,9 +372,8 @@ class Quotient(geoopt.Manifold):
         shape = _size(size)
         self._assert_check_shape(shape, "size")
         x = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-        rows = torch.full((shape[self._axis()],), self.n**-0.5, dtype=x.dtype, device=x.device)
-        rows[self.n :] = (shape[self._axis()] - self.n) ** -0.5
-        return x * (rows.unsqueeze(-1) if self.ndim == 2 else rows)
+        first, second = self.unpack_tensor(x)
+        return torch.cat([part * part.shape[self._axis()] ** -0.5 for part in (first, second)], self._axis())
 
     def random_tangent(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Horizontal vector drawn from a Gaussian in the balanced gauge of ``x``.
@@ -459,7 +462,7 @@ class GLQuotient(Quotient):
             ``(G A^-1, H A^T)``.
         """
         G, H = self.unpack_tensor(x)
-        wide = torch.float64 if x.device.type != "mps" else torch.float32
+        wide = small_dtype(x)
         moved = torch.linalg.solve(A.to(wide), G.to(wide), left=False), H.to(wide) @ A.to(wide).mT
         return torch.cat(moved, -2).to(x.dtype)
 
@@ -528,15 +531,16 @@ class GLQuotient(Quotient):
 
         Returns:
             Entries of full rank exactly as they are; others in the balanced gauge with vanishing singular values raised
-            to 1e-6 of the largest (1e-3 in half precision).
+            to 1e-6 of the largest, or to ten times what the dtype can tell from zero.
         """
         G, H = self.unpack_tensor(x)
         wide = work_dtype(x.dtype)
-        floor = 1e-6 if wide == x.dtype else 1e-3
+        rank_eps = x.shape[-2] * torch.finfo(x.dtype).eps  # what `refuse_rank_loss` takes for zero
+        floor = max(1e-6, 10 * rank_eps)
         s = balance(G.to(wide), H.to(wide)).s
         repaired = balance(G.to(wide), H.to(wide), floor=floor)
-        full = s[..., -1:] > x.shape[-2] * torch.finfo(x.dtype).eps * s[..., :1]
-        return torch.where(full[..., None], x, torch.cat([repaired.G, repaired.H], -2).to(x.dtype))
+        full = s.narrow(-1, s.shape[-1] - 1, 1) > rank_eps * s.narrow(-1, 0, 1)
+        return torch.where(full.unsqueeze(-1), x, torch.cat([repaired.G, repaired.H], -2).to(x.dtype))
 
     def origin(
         self,
@@ -584,7 +588,7 @@ class GLQuotient(Quotient):
         return vector.reshape(shape).to(x.dtype), distance.reshape(shape[:-2]).to(x.dtype)
 
     def _shoot(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if x.device.type != "mps" else torch.float32
+        wide = small_dtype(x)
         (gx, hx), (gy, hy) = self.unpack_tensor(x.to(wide)), self.unpack_tensor(y.to(wide))
         start = balance(gx, hx)
         end = balance(gy, hy)
@@ -605,8 +609,9 @@ class GLQuotient(Quotient):
         def residual(v: Tensor) -> Tensor:
             return goal - chart(here.land(unflatten(v, (gx, hx))))
 
-        vector, error = shoot(residual, goal, norm, goal=1e-12, most=200)
-        good = error <= 1e-7
+        size = torch.maximum(norm(goal), norm(flatten((gx, hx))))
+        vector, error = shoot(residual, goal, norm, size, goal=1e-13, most=200)
+        good = error <= 1e-9
         if not bool(good.all()):
             raise ValueError(
                 f"no geodesic from x to y was found for {label(~good, 'y')} (residual {float(error.max()):.1e}); "
@@ -749,9 +754,9 @@ class RescalingQuotient(Quotient):
         length_g, length_k = g.norm(dim=-1, keepdim=True), k.norm(dim=-1, keepdim=True)
 
         def repair(part: Tensor, length: Tensor, other: Tensor) -> Tensor:
-            start = torch.zeros_like(part)
-            start[..., :1] = floor * torch.where(other > 0, other, torch.ones_like(other))
-            return torch.where(length > 0, part, start)
+            first = floor * torch.where(other > 0, other, torch.ones_like(other))
+            rest = torch.zeros_like(part.narrow(-1, 1, part.shape[-1] - 1))
+            return torch.where(length > 0, part, torch.cat([first, rest], -1))
 
         return torch.cat([repair(g, length_g, length_k), repair(k, length_k, length_g)], -1)
 
@@ -775,10 +780,8 @@ class RescalingQuotient(Quotient):
         """
         shape = _size(size)
         self._assert_check_shape(shape, "size")
-        x = torch.zeros(shape, dtype=dtype, device=device)
-        x[..., 0] = 1
-        x[..., self.n] = 1
-        return x
+        units = [torch.eye(1, size, dtype=dtype, device=device) for size in (self.n, shape[-1] - self.n)]
+        return torch.cat(units, -1).squeeze(0).expand(shape).clone()
 
     def _from_balanced(self, x: Tensor, u: Tensor) -> Tensor:
         return torch.cat(rescaling.act(self.unpack_tensor(u), 1 / self._scale(x.to(u.dtype))), -1)

@@ -179,11 +179,7 @@ def _turn(direction: Tensor, velocity: Tensor, angle: Tensor) -> Tensor:
     """Great circle from ``direction`` with ``velocity``, at parameter ``angle``."""
     speed = _safe_norm(velocity)
     arc = angle * speed
-    # sin(x)/x with its series near zero, so that a resting factor has the right derivative too.
-    small = arc.abs() < 1e-4
-    safe = torch.where(small, torch.ones_like(arc), arc)
-    ratio = torch.where(small, 1 - arc**2 / 6, torch.sin(safe) / safe)
-    return torch.cos(arc) * direction + ratio * angle * velocity
+    return torch.cos(arc) * direction + _sinc(arc) * angle * velocity
 
 
 def _safe_norm(x: Tensor) -> Tensor:
@@ -223,8 +219,7 @@ def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[Pair, Tens
         c = math.sqrt(2) * p * _safe_norm(torch.cat([turn_g, turn_k], -1))
         real = 1 + p * growth
         reach = torch.where(c > 0, reach, real)
-        square = real**2 + c**2
-        scale = square ** (1 / (4 * p))
+        scale = torch.exp(torch.log1p(p * growth * (2 + p * growth) + c**2) / (4 * p))  # |z|^(1 / (2p))
         small = c < 1e-6 * real
         safe = torch.where(small, torch.ones_like(c), c)
         bent = torch.atan2(safe, real) / safe
@@ -244,9 +239,10 @@ def logarithm(metric: Metric, frame: Frame, x: Pair, y: Pair) -> tuple[Pair, Ten
         y: The end, in any gauge.
 
     Returns:
-        The horizontal vector and the distance, ``(...)``. On a cone (any metric but inv) two points seen from the apex
-        under an angle of at least pi have no shortest geodesic: the distance is then the infimum, the sum of their
-        distances to the apex, and the vector is NaN.
+        The horizontal vector and the distance, ``(...)``. Since ``(u, v)`` and ``(-u, -v)`` are one point, two points are
+        seen from the apex of the cone under an angle of at most pi, so a shortest geodesic exists (at pi, which only
+        mix with both factors orthogonal attains, it runs into the apex). The distance is infinite where no path
+        leads from one sign of ``g k`` to the other, which needs n = 1 or m = 1.
     """
     p = metric.exponent
     length_g, length_k = frame.square_g.sqrt(), frame.square_k.sqrt()
@@ -260,25 +256,29 @@ def logarithm(metric: Metric, frame: Frame, x: Pair, y: Pair) -> tuple[Pair, Ten
     turn_g = torch.where(swap, arcs[1][0], arcs[0][0])
     turn_k = torch.where(swap, arcs[1][1], arcs[0][1])
     angle = torch.minimum(arcs[0][2], arcs[1][2]).sqrt()
-    ratio = (other_g / length_g) * (other_k / length_k)
-    s = length_g * length_k
+    log_ratio = torch.log(other_g / length_g) + torch.log(other_k / length_k)
     relaxed = (1 + metric.relaxation) ** (2 * p - 1)
     if p == 0:
-        growth, speed = torch.log(ratio), torch.ones_like(ratio)
-        distance = (relaxed * (growth**2 / 2 + angle**2)).sqrt()
+        growth, speed = log_ratio, torch.ones_like(angle)
+        distance = (log_ratio**2 / 2 + angle**2).sqrt()
     else:
         c = math.sqrt(2) * p * angle
-        stretch = ratio**p
-        blocked = c >= math.pi
-        growth = (stretch * torch.cos(c) - 1) / p
-        small = c < 1e-8
-        speed = stretch * torch.where(small, torch.ones_like(c), torch.sin(c) / torch.where(small, torch.ones_like(c), c))
-        speed = torch.where(blocked, torch.full_like(speed, math.nan), speed)
-        straight = ((stretch - 1) ** 2 + 4 * stretch * torch.sin(c / 2) ** 2).sqrt()
-        distance = torch.where(blocked, 1 + stretch, straight) * s**p * (relaxed / 2) ** 0.5 / p
-    distance = torch.where(angle.isinf(), angle, distance)
+        stretch, excess = torch.exp(p * log_ratio), torch.expm1(p * log_ratio)
+        chord = torch.sin(c / 2)
+        growth = (excess * torch.cos(c) - 2 * chord**2) / p
+        speed = stretch * _sinc(c)
+        distance = ((excess / p) ** 2 / 2 + 2 * stretch * (chord / p) ** 2).sqrt()
+        distance = distance * (length_g * length_k) ** p
+    distance = torch.where(angle.isinf(), angle, distance * relaxed**0.5)
     vector = length_g * (growth / 2 * u + speed * turn_g), length_k * (growth / 2 * v + speed * turn_k)
     return vector, distance.squeeze(-1)
+
+
+def _sinc(x: Tensor) -> Tensor:
+    """``sin(x) / x`` with its series near zero, so that it has the right derivative there too."""
+    small = x.abs() < 1e-4
+    safe = torch.where(small, torch.ones_like(x), x)
+    return torch.where(small, 1 - x**2 / 6, torch.sin(safe) / safe)
 
 
 def _arc(start: Tensor, end: Tensor) -> Tensor:
