@@ -1,6 +1,7 @@
 """The GL(h) quotient and the rescaling quotient: geometry alone, tensors in, tensors out.
 
-`GLQuotient` and `RescalingQuotient` are Geoopt manifolds; `PymanoptGLQuotient` and `PymanoptRescalingQuotient` are the same
+`GLQuotient` and `RescalingQuotient` are Geoopt manifolds; `PymanoptGLQuotient` and `PymanoptRescalingQuotient` are the
+same
 geometry for Pymanopt. The pure functions underneath are in the modules ``gl``, ``geodesics`` and ``rescaling``.
 """
 

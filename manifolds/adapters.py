@@ -51,7 +51,9 @@ class _Adapter(Manifold):
         arrays = [np.asarray(part) for part in pair]
         if tuple(part.shape for part in arrays) != self._shapes:
             given = " and ".join(str(part.shape) for part in arrays)
-            raise ValueError(f"{name} must be a pair of arrays of shapes {self._shapes[0]} and {self._shapes[1]}, not {given}.")
+            raise ValueError(
+                f"{name} must be a pair of arrays of shapes {self._shapes[0]} and {self._shapes[1]}, not {given}."
+            )
         return torch.cat([torch.from_numpy(np.ascontiguousarray(part)) for part in arrays], -self.quotient.ndim)
 
     def _unpack(self, x: torch.Tensor) -> Point:
@@ -230,7 +232,9 @@ class _Adapter(Manifold):
         Returns:
             A point of full rank.
         """
-        first, second = (np.random.normal(size=shape) / math.sqrt(size) for shape, size in zip(self._shapes, self._rows))
+        first, second = (
+            np.random.normal(size=shape) / math.sqrt(size) for shape, size in zip(self._shapes, self._rows, strict=True)
+        )
         return first, second
 
     @property

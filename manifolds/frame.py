@@ -85,7 +85,8 @@ def gram(a: Tensor, c: Tensor) -> Tensor:
 
 def _lower_inverse(root: Tensor) -> Tensor:
     identity = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device).expand(root.shape)
-    return torch.linalg.solve_triangular(root, identity, upper=False)
+    inverse: Tensor = torch.linalg.solve_triangular(root, identity, upper=False)
+    return inverse
 
 
 def spectrum_of(root_g: Tensor, root_g_inverse: Tensor, gram_h: Tensor) -> Spectrum:
@@ -198,7 +199,7 @@ def correlation(frame: Frame) -> Tensor:
 
 
 class Balance(NamedTuple):
-    """The balanced gauge by orthogonal transformations: slower than `spectrum_of`, accurate at any point of an orbit."""
+    """The balanced gauge by orthogonal transformations: slower than `spectrum_of`, accurate on the whole orbit."""
 
     G: Tensor
     H: Tensor

@@ -31,8 +31,10 @@ def closed_form(frame: Frame, x: Pair, u: Pair, t: float = 1.0) -> Pair:
     r"""Geodesic of the invariant metric.
 
     For a factor ``Y`` with Gram matrix ``S`` and velocity ``a``, put ``w = a S^-1 Y^T``. Then
-    ``Y(t) = expm(t (w - w^T)) expm(t w^T) Y``, because the metric is the image of the right-invariant Frobenius metric of
-    GL(n) under ``A -> A Y``. Both exponentials act inside the span of ``[a, Y]``: ``expm(t w^T) Y = Y E`` with the small
+    ``Y(t) = expm(t (w - w^T)) expm(t w^T) Y``, because the metric is the image of the right-invariant Frobenius metric
+    of
+    GL(n) under ``A -> A Y``. Both exponentials act inside the span of ``[a, Y]``: ``expm(t w^T) Y = Y E`` with the
+    small
     matrix ``E = expm(t S^-1 a^T Y)``, and with ``w - w^T = U V^T``, ``U = [a, -Y]``, ``V = [Y S^-1, a S^-1]`` the
     intertwining relation ``expm(t U V^T) U = U expm(t V^T U)`` leaves one exponential of size 2h x 2h. The cost is
     O(n h^2), and geodesics exist for all times.
@@ -58,9 +60,7 @@ def _closed_factor(Y: Tensor, a: Tensor, root: Tensor, root_inverse: Tensor, t: 
     # Any scale of the block `a` gives the same result; this one keeps the exponent as small as the step.
     scale = square.detach().diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30).sqrt().unsqueeze(-1).unsqueeze(-1)
     identity = torch.eye(h, dtype=mixed.dtype, device=mixed.device)
-    exponent = torch.cat(
-        [torch.cat([mixed, -scale * identity], -1), torch.cat([square / scale, -mixed.mT], -1)], -2
-    )
+    exponent = torch.cat([torch.cat([mixed, -scale * identity], -1), torch.cat([square / scale, -mixed.mT], -1)], -2)
     turn_a, turn_y = split_rows(torch.linalg.matrix_exp(t * exponent).narrow(-1, h, h), h)
     stretch = torch.linalg.matrix_exp(t * mixed.mT) @ root.mT
     on_y = root_inverse.mT @ turn_y @ stretch
@@ -83,9 +83,7 @@ def _extrapolation_weights(numbers: Sequence[int]) -> list[float]:
 State = tuple[Tensor, ...]
 
 
-def _extrapolate(
-    run: Callable[[State, int], State], start: State, numbers: Sequence[int]
-) -> tuple[State, Tensor]:
+def _extrapolate(run: Callable[[State, int], State], start: State, numbers: Sequence[int]) -> tuple[State, Tensor]:
     """One step, and how far the level below the last one is from it."""
     parts = [run(start, number) for number in numbers]
 
@@ -155,7 +153,8 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
         return top.mT @ top + low.mT @ (rest @ low)
 
     def inverse(matrix: Tensor) -> Tensor:
-        return torch.linalg.inv_ex(matrix).inverse
+        result: Tensor = torch.linalg.inv_ex(matrix).inverse
+        return result
 
     def drive(mover: State, target: State, rest_m: Tensor, rest_t: Tensor, t: float) -> tuple[State, State]:
         """Flow of the part of the energy that holds the mover's momentum."""
@@ -198,8 +197,8 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
         return combine(tall, root_inverse.mT @ top - inside[side] @ low, velocity, low)
 
     point = spread(0, state[0], state[1]), spread(1, state[4], state[5])
-    velocity = spread(0, rates[0], rates[1]), spread(1, rates[2], rates[3])
-    return Arrival(point, velocity, torch.stack(drifts), torch.stack(doubts))
+    arriving = spread(0, rates[0], rates[1]), spread(1, rates[2], rates[3])
+    return Arrival(point, arriving, torch.stack(drifts), torch.stack(doubts))
 
 
 def _drift(begin: Tensor, energy: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The GL(h) quotient: pure, batched functions on pairs ``(G, H)``.
 
-``G`` is ``(..., n, h)``, ``H`` is ``(..., m, h)``; ``A`` in GL(h) acts by ``(G A^-1, H A^T)`` and only ``G H^T`` matters.
+``G`` is ``(..., n, h)``, ``H`` is ``(..., m, h)``; ``A`` in GL(h) acts by ``(G A^-1, H A^T)`` and only ``G H^T``
+matters.
 A tangent vector is a pair ``(a, b)`` of the same shapes. Nothing here reads a value back to the host, so every
 function runs on any device, under ``torch.func.vmap``, ``FakeTensorMode`` and autograd. Formulas follow "Hide & Seek"
 (arXiv 2505.05409) and docs/geometry.md, which derives what that paper does not give.
@@ -247,7 +248,8 @@ class _Change:
 def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None = None) -> Pair:
     """Christoffel term of the total space.
 
-    ``Gamma(u, v)_G = 1/2 [a K'(v) + c K'(u)] K^-1 - G D_G K^-1``, where ``K'(u)`` is the derivative of the weights along
+    ``Gamma(u, v)_G = 1/2 [a K'(v) + c K'(u)] K^-1 - G D_G K^-1``, where ``K'(u)`` is the derivative of the weights
+    along
     ``u`` and ``G D_G`` half the derivative of ``<u, v>`` in the point. For mix and ``u = v`` this is
     ``[a (b^T H + H^T b) - G b^T b] SH^-1``, for inv ``-a SG^-1 (a^T G + G^T a) + G SG^-1 a^T a``.
 
@@ -303,7 +305,8 @@ def lift(metric: Metric, frame: Frame, x: Pair, y: Pair) -> Pair:
     """Horizontal lift of the tangent part of ``W_y - W_x``.
 
     With the projectors ``P, Q`` onto the column spaces of ``G, H`` and ``D = W_y - W_x``, the vector
-    ``((1 - P/2) D H SH^-1, (1 - Q/2) D^T G SG^-1)`` has ``a H^T + G b^T = P D + D Q - P D Q``; projecting it removes what
+    ``((1 - P/2) D H SH^-1, (1 - Q/2) D^T G SG^-1)`` has ``a H^T + G b^T = P D + D Q - P D Q``; projecting it removes
+    what
     is vertical. The gauge of ``y`` does not matter.
 
     Args:

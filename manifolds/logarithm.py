@@ -27,7 +27,7 @@ def reduce_rows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     if x.shape[-2] <= 2 * x.shape[-1]:
         return x, y, None
-    basis = torch.linalg.qr(torch.cat(torch.broadcast_tensors(x, y), -1)).Q
+    basis = torch.linalg.qr(torch.cat([x, y], -1)).Q
     return basis.mT @ x, basis.mT @ y, basis
 
 
@@ -42,7 +42,8 @@ def shoot(
 ) -> tuple[Tensor, Tensor]:
     """Find the zero of a residual close to minus the identity's, batch entry by batch entry.
 
-    Anderson acceleration of ``v <- v + residual(v)``: each entry keeps its own history, and a least-squares problem of at
+    Anderson acceleration of ``v <- v + residual(v)``: each entry keeps its own history, and a least-squares problem of
+    at
     most eight unknowns picks the combination of past steps with the smallest residual.
 
     Args:
@@ -56,7 +57,9 @@ def shoot(
     Returns:
         The vectors and their relative residuals, ``(batch,)``.
     """
-    v, steps, residuals = start, [], []
+    v = start
+    steps: list[Tensor] = []
+    residuals: list[Tensor] = []
     best, least = v, torch.full_like(norm(v), torch.inf)
     r = residual(v)
     for _ in range(most):
@@ -83,7 +86,8 @@ def _accelerate(steps: list[Tensor], residuals: list[Tensor]) -> Tensor:
     ridge = 1e-14 * normal.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] + torch.finfo(v.dtype).tiny
     identity = torch.eye(normal.shape[-1], dtype=v.dtype, device=v.device)
     weights = torch.linalg.solve(normal + ridge * identity, changes.mT @ torch.nan_to_num(r)[..., None])
-    return v + r - ((moves + changes) @ weights).squeeze(-1)
+    step: Tensor = ((moves + changes) @ weights).squeeze(-1)
+    return v + r - step
 
 
 def flatten(pair: Pair) -> Tensor:
@@ -122,5 +126,7 @@ def spread(pair: Pair, bases: tuple[Tensor | None, Tensor | None]) -> Pair:
     Returns:
         The pair with all its rows.
     """
-    first, second = (part if basis is None else gl.combine(basis, part) for part, basis in zip(pair, bases, strict=True))
+    first, second = (
+        part if basis is None else gl.combine(basis, part) for part, basis in zip(pair, bases, strict=True)
+    )
     return first, second

@@ -9,6 +9,7 @@ look (vmap, tracing, fake tensors) the flag is unknown and the plain path is tak
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -414,7 +415,8 @@ class RescalingPoint(FactoredPoint):
         wide = wide.squeeze(-1) if self.column else wide
         return split_rows(wide, self.n, -1)
 
-    _into_dual = _into
+    def _into_dual(self, euclidean: Tensor) -> Pair:
+        return self._into(euclidean)
 
     def _out(self, pair: Pair, like: Tensor) -> Tensor:
         packed = torch.cat(pair, -1).to(like.dtype)

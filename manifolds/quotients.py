@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import geoopt
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -328,9 +329,7 @@ class Quotient(geoopt.Manifold):
         self.assert_check_vector(u)
         self._assert(self._check_vector_on_tangent(x, u, atol=atol, rtol=rtol))
 
-    def _check_point_on_manifold(
-        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         try:
             self.at(x)
         except ValueError as error:
@@ -396,7 +395,8 @@ class Quotient(geoopt.Manifold):
 class GLQuotient(Quotient):
     r"""Pairs ``(G, H)`` up to ``(G A^-1, H A^T)`` with ``A`` in GL(h), as a Geoopt manifold.
 
-    Attention depends on its weights through ``W_Q W_K^T`` and ``W_V W_O`` per head; a low-rank adapter through ``B A``; each
+    Attention depends on its weights through ``W_Q W_K^T`` and ``W_V W_O`` per head; a low-rank adapter through ``B
+    A``; each
     is a point of this manifold, which is the manifold of n x m matrices of rank h with a GL(h)-invariant metric.
     A point is a tensor ``(..., n + m, h)``: rows ``[:n]`` are ``G``, the rest ``H``; leading axes are a batch. Tangent
     vectors are horizontal tensors of that shape.
@@ -580,7 +580,7 @@ class GLQuotient(Quotient):
             flat = RescalingQuotient(self.n, metric=self.metric, relaxation=self.relaxation)
             vector, distance = flat._log(x.squeeze(-1), y.squeeze(-1))
             return vector.unsqueeze(-1), distance
-        shape = torch.broadcast_shapes(x.shape, y.shape)
+        shape = np.broadcast_shapes(x.shape, y.shape)
         with torch.no_grad():
             vector, distance = self._shoot(
                 x.expand(shape).reshape(-1, *shape[-2:]), y.expand(shape).reshape(-1, *shape[-2:])
@@ -626,8 +626,10 @@ class RescalingQuotient(Quotient):
     r"""Pairs of vectors ``(g, k)`` up to ``(g / c, c k)`` with ``c != 0``, one per hidden unit, as a Geoopt manifold.
 
     ReLU units (incoming against outgoing weights, c > 0), gated units (up against down projection) and diagonal
-    linear nets have this symmetry. A point is a tensor ``(..., n + m)``: entries ``[:n]`` are ``g``, the rest ``k``; leading
-    axes, for example the hidden units of a layer, are a batch. It is the GL(1) quotient, with closed geodesics, logarithms
+    linear nets have this symmetry. A point is a tensor ``(..., n + m)``: entries ``[:n]`` are ``g``, the rest ``k``;
+    leading
+    axes, for example the hidden units of a layer, are a batch. It is the GL(1) quotient, with closed geodesics,
+    logarithms
     and distances for every metric of the family.
 
     Args:
@@ -737,7 +739,8 @@ class RescalingQuotient(Quotient):
             ``|g| |k|``, ``(..., 1)``.
         """
         g, k = self.unpack_tensor(x)
-        return g.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True)
+        s: Tensor = g.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True)
+        return s
 
     def projx(self, x: Tensor) -> Tensor:
         """Nearest thing to a projection onto the manifold.
@@ -746,7 +749,8 @@ class RescalingQuotient(Quotient):
             x: Any tensor of the right shape, finite.
 
         Returns:
-            Units of full rank exactly as they are. A vector that is zero gets 1e-6 (1e-3 in half precision) as its first
+            Units of full rank exactly as they are. A vector that is zero gets 1e-6 (1e-3 in half precision) as its
+            first
             entry, times the length of the other vector where that is not zero.
         """
         g, k = self.unpack_tensor(x)
@@ -791,7 +795,7 @@ class RescalingQuotient(Quotient):
         self._assert_check_shape(y.shape, "y")
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(f"x and y must have the same entries, not {tuple(x.shape)} and {tuple(y.shape)}.")
-        shape = torch.broadcast_shapes(x.shape, y.shape)
+        shape = np.broadcast_shapes(x.shape, y.shape)
         wide = torch.promote_types(work_dtype(x.dtype), work_dtype(y.dtype))
         x_wide, y_wide = x.expand(shape).to(wide), y.expand(shape).to(wide)
         frame = rescaling.factor(self._metric, *self.unpack_tensor(x_wide))

@@ -1,8 +1,10 @@
 """The rescaling quotient: pure, batched functions on pairs of vectors ``(g, k)``, one pair per hidden unit.
 
-``c != 0`` acts by ``(g / c, c k)`` and only ``g k^T`` matters. This is the GL(h) quotient with h = 1, where every formula
+``c != 0`` acts by ``(g / c, c k)`` and only ``g k^T`` matters. This is the GL(h) quotient with h = 1, where every
+formula
 is a handful of dot products and every metric of the family has closed geodesics: with ``s = |g||k|``, ``u = g/|g|``,
-``v = k/|k|`` and ``r = s^p / (p sqrt 2)`` the metric of exponent ``p`` is ``dr^2 + 2 p^2 r^2 (du^2 + dv^2)``, a cone over a
+``v = k/|k|`` and ``r = s^p / (p sqrt 2)`` the metric of exponent ``p`` is ``dr^2 + 2 p^2 r^2 (du^2 + dv^2)``, a cone
+over a
 product of spheres; ``p = 0`` is the cylinder ``(d log s)^2 / 2 + du^2 + dv^2``. The functions mirror those of ``gl``.
 """
 
@@ -239,7 +241,8 @@ def logarithm(metric: Metric, frame: Frame, x: Pair, y: Pair) -> tuple[Pair, Ten
         y: The end, in any gauge.
 
     Returns:
-        The horizontal vector and the distance, ``(...)``. Since ``(u, v)`` and ``(-u, -v)`` are one point, two points are
+        The horizontal vector and the distance, ``(...)``. Since ``(u, v)`` and ``(-u, -v)`` are one point, two points
+        are
         seen from the apex of the cone under an angle of at most pi, so a shortest geodesic exists (at pi, which only
         mix with both factors orthogonal attains, it runs into the apex). The distance is infinite where no path
         leads from one sign of ``g k`` to the other, which needs n = 1 or m = 1.
@@ -282,10 +285,8 @@ def _sinc(x: Tensor) -> Tensor:
 
 
 def _arc(start: Tensor, end: Tensor) -> Tensor:
-    """Velocity of the shorter great circle between two unit vectors; its length is their angle.
-
-    Between antipodes it is one of the many; in one dimension, where no path leads there, it is infinite.
-    """
+    """Velocity of the shorter great circle between two unit vectors; its length is their angle."""
+    # Between antipodes it is one of the many; in one dimension, where no path leads there, it is infinite.
     cosine = _dot(start, end)
     away = end - cosine * start
     away = away - _dot(away, start) * start

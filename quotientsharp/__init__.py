@@ -5,4 +5,3 @@ from ._version import __version__
 from .manifolds import GLQuotient, RescalingQuotient
 
 __all__ = ["GLQuotient", "RescalingQuotient", "__version__", "manifolds"]
-

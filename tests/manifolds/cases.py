@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from quotientsharp.manifolds import GLQuotient
+from torch import Tensor
 
 SIZES = (1, 2, 8, 64)
 METRICS = ("inv", "mix", 0.3)  # at 1/2 and h = 1 even the first-order step is of second order
@@ -44,7 +43,9 @@ def group_element(h: int, condition: float, *, batch: tuple[int, ...] = (2,), se
     """Matrices with a given condition number."""
     gen = generator(seed)
     first, second = (torch.linalg.qr(torch.randn(*batch, h, h, generator=gen, dtype=torch.float64)).Q for _ in range(2))
-    scale = torch.logspace(0, float(np.log10(condition)), h, dtype=torch.float64) if h > 1 else torch.tensor([condition])
+    scale = (
+        torch.logspace(0, float(np.log10(condition)), h, dtype=torch.float64) if h > 1 else torch.tensor([condition])
+    )
     return first @ torch.diag(scale.double() / condition**0.5) @ second
 
 

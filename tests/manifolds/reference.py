@@ -33,7 +33,9 @@ def weights(G: Array, H: Array, p: float, relaxation: float = 0.0) -> tuple[Arra
     return (dual * (s * w)) @ dual.T, (vectors * (w / s)) @ vectors.T
 
 
-def inner(G: Array, H: Array, u: tuple[Array, Array], v: tuple[Array, Array], p: float, relaxation: float = 0.0) -> float:
+def inner(
+    G: Array, H: Array, u: tuple[Array, Array], v: tuple[Array, Array], p: float, relaxation: float = 0.0
+) -> float:
     """Inner product from the weights."""
     K, L = weights(G, H, p, relaxation)
     return float(np.trace(K @ u[0].T @ v[0]) + np.trace(L @ u[1].T @ v[1]))

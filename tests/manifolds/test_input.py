@@ -8,7 +8,6 @@ import geoopt
 import numpy as np
 import pytest
 import torch
-
 from quotientsharp.manifolds import GLQuotient, PymanoptGLQuotient, PymanoptRescalingQuotient, RescalingQuotient
 
 from .cases import gap, group_element, point, rows, tangent
@@ -35,7 +34,7 @@ def test_constructors(kind: type, arguments: dict[str, object], sentence: str) -
 def test_pymanopt_constructors_and_points() -> None:
     with pytest.raises(ValueError, match=re.escape("h must be at most min(n, m) = min(5, 3), not 4.")):
         PymanoptGLQuotient(5, 3, 4)
-    with pytest.raises(ValueError, match="units must be a positive integer, not 0."):
+    with pytest.raises(ValueError, match=r"units must be a positive integer, not 0\."):
         PymanoptRescalingQuotient(5, 3, 0)
     manifold = PymanoptGLQuotient(5, 4, 2)
     with pytest.raises(ValueError, match=re.escape("shapes (5, 2) and (4, 2), not (5, 2) and (5, 2).")):
@@ -70,7 +69,7 @@ def test_factors_that_do_not_fit() -> None:
         manifold.pack_point(torch.ones(5, 2), torch.ones(6, 2))
     with pytest.raises(ValueError, match=re.escape("G and H must share h and batch axes, not (6, 2), (7, 3).")):
         manifold.pack_point(torch.ones(6, 2), torch.ones(7, 3))
-    with pytest.raises(ValueError, match="takes the two factors G and H, not 1 tensors."):
+    with pytest.raises(ValueError, match=r"takes the two factors G and H, not 1 tensors\."):
         manifold.pack_point(torch.ones(6, 2))
 
 

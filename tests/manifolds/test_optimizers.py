@@ -10,14 +10,13 @@ import pymanopt
 import pytest
 import torch
 from pymanopt.optimizers import ConjugateGradient, SteepestDescent, TrustRegions
-from torch import Tensor
-
 from quotientsharp.manifolds import (
     GLQuotient,
     PymanoptGLQuotient,
     PymanoptRescalingQuotient,
     RescalingQuotient,
 )
+from torch import Tensor
 
 from .cases import PAPER_METRICS, RETRACTIONS, generator, group_element
 

@@ -7,11 +7,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from quotientsharp.manifolds import GLQuotient, RescalingQuotient
 
 from . import reference
-from .cases import METRICS, PAPER_METRICS, RETRACTIONS, SIZES, arrays, gap, generator, group_element, point, rows, tangent
+from .cases import (
+    METRICS,
+    PAPER_METRICS,
+    RETRACTIONS,
+    SIZES,
+    arrays,
+    gap,
+    generator,
+    group_element,
+    point,
+    rows,
+    tangent,
+)
 
 PRECISIONS = [(torch.float64, 1.0), (torch.float32, 1e6)]  # dtype and what it multiplies a float64 tolerance by
 
@@ -161,7 +172,9 @@ def test_projection_laws_hold_everywhere(
     assert float(manifold.norm(x, manifold.proju(x, up))) < 1e-10 * float(manifold.norm(x, up))
     loss = 1e-12 * 10**exponent * 100
     assert gap(manifold.proju(y, manifold.act_tangent(x, u, A)), manifold.act_tangent(x, pu, A)) < loss
-    assert float(manifold.inner(y, manifold.act_tangent(x, u, A))) == pytest.approx(float(manifold.inner(x, u)), rel=loss)
+    assert float(manifold.inner(y, manifold.act_tangent(x, u, A))) == pytest.approx(
+        float(manifold.inner(x, u)), rel=loss
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
@@ -188,7 +201,9 @@ def test_dense_reference(h: int, metric: str | float, relaxation: float) -> None
     x = point(h, batch=())
     u, v = torch.randn(2, *x.shape, generator=generator(5), dtype=torch.float64)
     (G, H), (a, b), (c, d) = arrays(manifold, x, u, v)
-    assert float(manifold.inner(x, u, v)) == pytest.approx(reference.inner(G, H, (a, b), (c, d), p, relaxation), rel=1e-10)
+    assert float(manifold.inner(x, u, v)) == pytest.approx(
+        reference.inner(G, H, (a, b), (c, d), p, relaxation), rel=1e-10
+    )
     expected = np.concatenate(reference.project_dense(G, H, a, b, p, relaxation))
     assert np.abs(manifold.proju(x, u).numpy() - expected).max() < 1e-10
     K, L = reference.weights(G, H, p, relaxation)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from quotientsharp.manifolds import GLQuotient, Metric, RescalingQuotient, geodesics, gl
 
 from .cases import gap, generator

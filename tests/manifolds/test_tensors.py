@@ -8,10 +8,9 @@ from collections.abc import Callable
 import geoopt
 import pytest
 import torch
+from quotientsharp.manifolds import GLQuotient, Metric, RescalingQuotient, geodesics, gl, rescaling
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-from quotientsharp.manifolds import GLQuotient, Metric, RescalingQuotient, geodesics, gl, rescaling
 
 from .cases import METRICS, RETRACTIONS, gap, generator, point, rows, tangent
 
@@ -22,7 +21,12 @@ def _all_methods(manifold: GLQuotient, x: Tensor, u: Tensor) -> list[Tensor]:
     results = [getattr(manifold, name)(x, u) for name in METHODS]
     y = manifold.retr(x, u)
     results += [manifold.transp(x, y, u), *manifold.retr_transp(x, u, u), *manifold.expmap_transp(x, u, u)]
-    results += [manifold.ehess2rhess(x, u, u, u), manifold.canonical(x), manifold.projx(x), manifold.component_inner(x, u)]
+    results += [
+        manifold.ehess2rhess(x, u, u, u),
+        manifold.canonical(x),
+        manifold.projx(x),
+        manifold.component_inner(x, u),
+    ]
     return results
 
 
@@ -80,7 +84,7 @@ def test_half_precision(dtype: torch.dtype, metric: str | float, retraction: str
     x = point(h)
     u = tangent(manifold, x, 0.2)
     exact = manifold.product(manifold.retr(x, u))
-    half = [result for result in _all_methods(manifold, x.to(dtype), u.to(dtype))]
+    half = _all_methods(manifold, x.to(dtype), u.to(dtype))
     assert all(result.dtype == dtype and bool(result.isfinite().all()) for result in half)
     rough = manifold.product(manifold.retr(x.to(dtype), u.to(dtype)).double())
     assert gap(rough, exact) < 20 * torch.finfo(dtype).eps
