@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="run the ratios whose name contains this")
     options = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, median of {options.rounds} interleaved rounds")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, median of {options.rounds} interleaved rounds"
+    )
     print(f"{'figure':78}{'ours':>10}{'other':>10}{'ratio':>8}{'target':>9}")
     for make in manifolds.RATIOS:
         ratio = make()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import scipy.linalg
 import torch
-from torch import Tensor
-
 from quotientsharp.manifolds import GLQuotient
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .__main__ import Ratio

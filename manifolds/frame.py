@@ -8,6 +8,7 @@ change of basis to the balanced gauge. Gram products run in the dtype of the poi
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,22 +25,112 @@ class Spectrum(NamedTuple):
     s: Tensor  # singular values of G H^T, (..., h)
 
 
-class Frame(NamedTuple):
-    """The factored point. ``weight_*`` are the matrices of the metric on the two factors, ``dual_*`` their inverses."""
+class Frame:
+    """The factored point. What an operation does not need is not computed.
 
-    gram_g: Tensor
-    gram_h: Tensor
-    root_g: Tensor  # lower Cholesky factor of gram_g
-    root_h: Tensor
-    root_g_inverse: Tensor
-    root_h_inverse: Tensor
-    gram_g_inverse: Tensor
-    gram_h_inverse: Tensor
-    weight_g: Tensor
-    weight_h: Tensor
-    dual_g: Tensor
-    dual_h: Tensor
-    spectrum: Spectrum | None
+    Args:
+        metric: The metric.
+        gram_g: ``G^T G``.
+        gram_h: ``H^T H``.
+        spectrum: The balanced gauge, where the metric or the projection needs it.
+    """
+
+    def __init__(self, metric: Metric, gram_g: Tensor, gram_h: Tensor, spectrum: Spectrum | None = None) -> None:
+        self.metric, self.gram_g, self.gram_h, self.spectrum = metric, gram_g, gram_h, spectrum
+
+    @cached_property
+    def root_g(self) -> Tensor:
+        """Lower Cholesky factor of ``G^T G``."""
+        return torch.linalg.cholesky_ex(self.gram_g).L
+
+    @cached_property
+    def root_h(self) -> Tensor:
+        """Lower Cholesky factor of ``H^T H``."""
+        return torch.linalg.cholesky_ex(self.gram_h).L
+
+    @cached_property
+    def root_g_inverse(self) -> Tensor:
+        """Inverse of `root_g`."""
+        return _lower_inverse(self.root_g)
+
+    @cached_property
+    def root_h_inverse(self) -> Tensor:
+        """Inverse of `root_h`."""
+        return _lower_inverse(self.root_h)
+
+    @cached_property
+    def gram_g_inverse(self) -> Tensor:
+        """``(G^T G)^-1``, which is ``B diag(1/s) B^T``."""
+        if self._spectrum_serves(self.gram_g):
+            assert self.spectrum is not None
+            return (self.spectrum.basis / self.spectrum.s.unsqueeze(-2)) @ self.spectrum.basis.mT
+        return self.root_g_inverse.mT @ self.root_g_inverse
+
+    @cached_property
+    def gram_h_inverse(self) -> Tensor:
+        """``(H^T H)^-1``, which is ``B^-T diag(1/s) B^-1``."""
+        if self._spectrum_serves(self.gram_h):
+            assert self.spectrum is not None
+            return (self.spectrum.inverse.mT / self.spectrum.s.unsqueeze(-2)) @ self.spectrum.inverse
+        return self.root_h_inverse.mT @ self.root_h_inverse
+
+    def _spectrum_serves(self, small: Tensor) -> bool:
+        """Whether the basis may stand for the Gram matrix: where that has a derivative, the basis may have none."""
+        return self.spectrum is not None and not small.requires_grad
+
+    @cached_property
+    def weight_g(self) -> Tensor:
+        """Matrix of the metric on the first factor: ``SG^-1 #_p SH``."""
+        if self.metric.is_mix:
+            return self.gram_h
+        if self.metric.is_inv:
+            return self.gram_g_inverse
+        basis, _, w = self._basis_and_weights
+        return (basis * w) @ basis.mT
+
+    @cached_property
+    def weight_h(self) -> Tensor:
+        """Matrix of the metric on the second factor: ``SH^-1 #_p SG``."""
+        if self.metric.is_mix:
+            return self.gram_g
+        if self.metric.is_inv:
+            return self.gram_h_inverse
+        _, inverse, w = self._basis_and_weights
+        return (inverse.mT * w) @ inverse
+
+    @cached_property
+    def dual_g(self) -> Tensor:
+        """Inverse of `weight_g`."""
+        if self.metric.is_mix:
+            return self.gram_h_inverse
+        if self.metric.is_inv:
+            return self.gram_g
+        _, inverse, w = self._basis_and_weights
+        return (inverse.mT / w) @ inverse
+
+    @cached_property
+    def dual_h(self) -> Tensor:
+        """Inverse of `weight_h`."""
+        if self.metric.is_mix:
+            return self.gram_g_inverse
+        if self.metric.is_inv:
+            return self.gram_h
+        basis, _, w = self._basis_and_weights
+        return (basis / w) @ basis.mT
+
+    @property
+    def _basis_and_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.spectrum is not None
+        return self.spectrum.basis, self.spectrum.inverse, self.metric.weights(self.spectrum.s).unsqueeze(-2)
+
+    @cached_property
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """``w_i / (w_i s_j + w_j s_i)`` and its transpose: what `gl.project` multiplies by in the balanced gauge."""
+        assert self.spectrum is not None
+        s, w = self.spectrum.s, self.metric.weights(self.spectrum.s)
+        scale = w.unsqueeze(-1) * s.unsqueeze(-2)
+        share = w.unsqueeze(-1) / (scale + scale.mT)
+        return share, share.mT
 
 
 def small_dtype(x: Tensor) -> torch.dtype:
@@ -89,14 +180,13 @@ def _lower_inverse(root: Tensor) -> Tensor:
     return inverse
 
 
-def spectrum_of(root_g: Tensor, root_g_inverse: Tensor, gram_h: Tensor) -> Spectrum:
+def spectrum_of(root_g: Tensor, gram_h: Tensor) -> Spectrum:
     """Balanced gauge from one Cholesky factor and one symmetric eigenproblem.
 
     With ``SG = C C^T`` and ``C^T SH C = E diag(s^2) E^T`` the basis is ``B = C^-T E diag(sqrt s)``.
 
     Args:
         root_g: Lower Cholesky factor ``C`` of ``G^T G``.
-        root_g_inverse: Its inverse.
         gram_h: ``H^T H``.
 
     Returns:
@@ -106,25 +196,8 @@ def spectrum_of(root_g: Tensor, root_g_inverse: Tensor, gram_h: Tensor) -> Spect
     squares, vectors = torch.linalg.eigh((core + core.mT) / 2)
     s = squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()
     half = s.sqrt().unsqueeze(-2)
-    return Spectrum(root_g_inverse.mT @ (vectors * half), (root_g @ (vectors / half)).mT, s)
-
-
-def _weights(
-    metric: Metric, grams: tuple[Tensor, Tensor, Tensor, Tensor], spectrum: Spectrum | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gram_g, gram_h, gram_g_inverse, gram_h_inverse = grams
-    if metric.is_mix:
-        return gram_h, gram_g, gram_h_inverse, gram_g_inverse
-    if metric.is_inv or spectrum is None:
-        return gram_g_inverse, gram_h_inverse, gram_g, gram_h
-    w = metric.weights(spectrum.s).unsqueeze(-2)
-    basis, inverse = spectrum.basis, spectrum.inverse
-    return (
-        (basis * w) @ basis.mT,
-        (inverse.mT * w) @ inverse,
-        (inverse.mT / w) @ inverse,
-        (basis / w) @ basis.mT,
-    )
+    basis = torch.linalg.solve_triangular(root_g.mT, vectors * half, upper=True)
+    return Spectrum(basis, (root_g @ (vectors / half)).mT, s)
 
 
 def factor(metric: Metric, G: Tensor, H: Tensor, *, spectral: bool = False) -> Frame:
@@ -141,23 +214,14 @@ def factor(metric: Metric, G: Tensor, H: Tensor, *, spectral: bool = False) -> F
         The frame. At a point of lower rank it holds NaN or infinite entries and nothing is raised: no value is read
         back to the host here.
     """
-    gram_g, gram_h = gram(G, G), gram(H, H)
-    root_g, root_h = torch.linalg.cholesky_ex(gram_g).L, torch.linalg.cholesky_ex(gram_h).L
-    root_g_inverse, root_h_inverse = _lower_inverse(root_g), _lower_inverse(root_h)
-    gram_g_inverse = root_g_inverse.mT @ root_g_inverse
-    gram_h_inverse = root_h_inverse.mT @ root_h_inverse
-    spectrum = None
+    frame = Frame(metric, gram(G, G), gram(H, H))
     if not metric.is_rational:
-        spectrum = spectrum_of(root_g, root_g_inverse, gram_h)
+        frame.spectrum = spectrum_of(frame.root_g, frame.gram_h)
     elif spectral and not metric.is_mix:
         # Only a linear system is solved in this basis, and `project` differentiates that system itself: eigenvectors
         # have no derivative where singular values meet, the solution has.
-        spectrum = spectrum_of(root_g.detach(), root_g_inverse.detach(), gram_h.detach())
-    grams = (gram_g, gram_h, gram_g_inverse, gram_h_inverse)
-    return Frame(
-        gram_g, gram_h, root_g, root_h, root_g_inverse, root_h_inverse, gram_g_inverse, gram_h_inverse,
-        *_weights(metric, grams, spectrum), spectrum,
-    )  # fmt: skip
+        frame.spectrum = spectrum_of(frame.root_g.detach(), frame.gram_h.detach())
+    return frame
 
 
 def balanced_frame(metric: Metric, s: Tensor) -> Frame:
@@ -170,15 +234,8 @@ def balanced_frame(metric: Metric, s: Tensor) -> Frame:
     Returns:
         The frame with ``G^T G = H^T H = diag(s)`` taken as exact.
     """
-    gram_s, inverse = torch.diag_embed(s), torch.diag_embed(1 / s)
-    root, root_inverse = torch.diag_embed(s.sqrt()), torch.diag_embed(s.rsqrt())
-    identity = torch.diag_embed(torch.ones_like(s))
-    spectrum = Spectrum(identity, identity, s)
-    grams = (gram_s, gram_s, inverse, inverse)
-    return Frame(
-        gram_s, gram_s, root, root, root_inverse, root_inverse, inverse, inverse,
-        *_weights(metric, grams, spectrum), spectrum,
-    )  # fmt: skip
+    gram_s, identity = torch.diag_embed(s), torch.diag_embed(torch.ones_like(s))
+    return Frame(metric, gram_s, gram_s, Spectrum(identity, identity, s))
 
 
 def correlation(frame: Frame) -> Tensor:

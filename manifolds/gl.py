@@ -9,6 +9,8 @@ function runs on any device, under ``torch.func.vmap``, ``FakeTensorMode`` and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,9 @@ __all__ = [
     "act",
     "act_tangent",
     "add",
+    "assemble",
     "christoffel",
+    "christoffel_fields",
     "combine",
     "factor",
     "gradient",
@@ -27,6 +31,7 @@ __all__ = [
     "inner",
     "lift",
     "project",
+    "project_field",
     "vertical",
 ]
 
@@ -48,9 +53,7 @@ def combine(x: Tensor, left: Tensor, y: Tensor | None = None, right: Tensor | No
     product = x @ left.to(x.dtype)
     if y is None or right is None:
         return product
-    if product.requires_grad or y.requires_grad or right.requires_grad or product.ndim != 3 or y.ndim != 3:
-        return product + y @ right.to(y.dtype)
-    return torch.baddbmm(product, y, right.to(y.dtype))
+    return product + y @ right.to(y.dtype)
 
 
 def add(u: Pair, v: Pair, scale: float = 1.0) -> Pair:
@@ -149,12 +152,25 @@ def _compensator(metric: Metric, frame: Frame, g_a: Tensor, b_h: Tensor) -> Tens
             X = X + _sylvester(frame, right - A @ X - X @ A)
         return X.mT
     assert frame.spectrum is not None
-    basis, inverse, s = frame.spectrum
-    w = metric.weights(s)
-    w_i, w_j, s_i, s_j = w.unsqueeze(-1), w.unsqueeze(-2), s.unsqueeze(-1), s.unsqueeze(-2)
-    g_a, b_h = basis.mT @ g_a @ basis, inverse @ b_h @ inverse.mT
-    balanced = (w_i * b_h - w_j * g_a) / (w_i * s_j + w_j * s_i)
+    basis, inverse, _ = frame.spectrum
+    share_h, share_g = frame.shares
+    balanced = share_h * (inverse @ b_h @ inverse.mT) - share_g * (basis.mT @ g_a @ basis)
     return basis @ balanced @ inverse
+
+
+def project_field(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Tensor:
+    """The ``L`` of `project`.
+
+    Args:
+        metric: The metric.
+        frame: The point, factored with ``spectral=True``.
+        x: The point.
+        u: Any tangent vector.
+
+    Returns:
+        ``(..., h, h)``.
+    """
+    return _compensator(metric, frame, gram(x[0], u[0]), gram(u[1], x[1]))
 
 
 def project(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Pair:
@@ -174,16 +190,8 @@ def project(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Pair:
     Returns:
         ``(a + G L, b - H L^T)``.
     """
-    L = _compensator(metric, frame, gram(x[0], u[0]), gram(u[1], x[1]))
-    return _plus(u[0], x[0], L), _plus(u[1], x[1], -L.mT)
-
-
-def _plus(u: Tensor, x: Tensor, small: Tensor) -> Tensor:
-    """``u + x @ small`` in one pass where that is possible."""
-    small = small.to(x.dtype)
-    if u.ndim == x.ndim == 3 and not torch.is_grad_enabled():
-        return torch.baddbmm(u, x, small)
-    return u + x @ small
+    L = project_field(metric, frame, x, u)
+    return u[0] + combine(x[0], L), u[1] - combine(x[1], L.mT)
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -263,19 +271,79 @@ def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None =
     Returns:
         ``Gamma(u, v)``. Geodesics solve ``x'' = -Gamma(x', x')``.
     """
+    if v is None:
+        (on_a, on_g), (on_b, on_h) = christoffel_fields(metric, frame, x, u)
+        return combine(u[0], on_a, x[0], on_g), combine(u[1], on_b, x[1], on_h)
     change = _Change(metric, frame)
     along_u = change.weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
-    if v is None:
-        d_g, d_h = change.adjoint(gram(u[0], u[0]), gram(u[1], u[1]))
-        return (
-            combine(u[0], along_u[0] @ frame.dual_g, x[0], -d_g @ frame.dual_g),
-            combine(u[1], along_u[1] @ frame.dual_h, x[1], -d_h @ frame.dual_h),
-        )
     along_v = change.weights(_symmetric(gram(v[0], x[0])), _symmetric(gram(v[1], x[1])))
     d_g, d_h = change.adjoint(_symmetric(gram(u[0], v[0])), _symmetric(gram(u[1], v[1])))
     first = combine(u[0], along_v[0] @ frame.dual_g / 2, v[0], along_u[0] @ frame.dual_g / 2)
     second = combine(u[1], along_v[1] @ frame.dual_h / 2, v[1], along_u[1] @ frame.dual_h / 2)
     return first - combine(x[0], d_g @ frame.dual_g / 2), second - combine(x[1], d_h @ frame.dual_h / 2)
+
+
+def christoffel_fields(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[Pair, Pair]:
+    """The small matrices of ``Gamma(u, u)``.
+
+    Args:
+        metric: The metric.
+        frame: The factored point.
+        x: The point.
+        u: Tangent vector ``(a, b)``.
+
+    Returns:
+        ``((M1, M2), (M3, M4))`` with ``Gamma(u, u) = (a M1 + G M2, b M3 + H M4)``.
+    """
+    change = _Change(metric, frame)
+    along = change.weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
+    d_g, d_h = change.adjoint(gram(u[0], u[0]), gram(u[1], u[1]))
+    return (along[0] @ frame.dual_g, -d_g @ frame.dual_g), (along[1] @ frame.dual_h, -d_h @ frame.dual_h)
+
+
+Terms = Sequence[tuple[Tensor, Tensor]]
+
+
+def assemble(first: Terms, second: Terms, base: Pair | None = None) -> Tensor:
+    """Pack two factors, each a sum of tall factors times small matrices, in as few passes over memory as possible.
+
+    Args:
+        first: Terms ``(tall, small)`` of the first factor.
+        second: Terms of the second factor.
+        base: A pair to add.
+
+    Returns:
+        ``(..., n + m, h)``.
+    """
+    sides = (first, second)
+    parts = [part for side in sides for term in side for part in term] + list(base or ())
+    if not any(part.requires_grad for part in parts) and all(part.ndim == 3 for part in parts):
+        try:
+            return _assemble_in_place(sides, base)
+        except RuntimeError:  # vmap knows no `out`
+            pass
+    sums = []
+    for index, side in enumerate(sides):
+        total = combine(*side[0]) if base is None else base[index] + combine(*side[0])
+        for tall, small in side[1:]:
+            total = total + combine(tall, small)
+        sums.append(total)
+    return torch.cat(sums, -2)
+
+
+def _assemble_in_place(sides: tuple[Terms, Terms], base: Pair | None) -> Tensor:
+    lead = sides[0][0][0]
+    heights = [side[0][0].shape[-2] for side in sides]
+    packed = lead.new_empty(lead.shape[0], sum(heights), lead.shape[-1])
+    for index, (rows, side) in enumerate(zip(packed.split(heights, -2), sides, strict=True)):
+        tall, small = side[0]
+        if base is None:
+            torch.bmm(tall, small.to(rows.dtype), out=rows)
+        else:
+            torch.baddbmm(base[index], tall, small.to(rows.dtype), out=rows)
+        for tall, small in side[1:]:
+            rows.baddbmm_(tall, small.to(rows.dtype))
+    return packed
 
 
 def hessian(metric: Metric, frame: Frame, x: Pair, euclidean: Pair, second: Pair, u: Pair) -> Pair:

@@ -220,7 +220,7 @@ class GLPoint(FactoredPoint):
     def __init__(self, metric: Metric, retraction: str, n: int, x: Tensor, *, spectral: bool = True) -> None:
         super().__init__(metric, retraction, n)
         wide = x.to(work_dtype(x.dtype))
-        self.dtype = x.dtype
+        self.dtype, self._shape = x.dtype, x.shape
         self._point: Pair = split_rows(wide, n)
         self.change: Pair | None = None
         self.frame: Frame = factor(metric, *self._point, spectral=spectral)
@@ -255,6 +255,43 @@ class GLPoint(FactoredPoint):
             self.frame = factor(self.metric, *self._point, spectral=True)
         else:
             self.frame = balanced_frame(self.metric, balanced.s)
+
+    def _plain(self, u: Tensor) -> bool:
+        """Whether vectors need neither another gauge nor another dtype, so that results can be packed as they form."""
+        return self.change is None and u.dtype == self._point[0].dtype and u.shape == self._shape
+
+    def proju(self, u: Tensor) -> Tensor:
+        """Orthogonal projection onto the horizontal space.
+
+        Args:
+            u: Any vector of the total space.
+
+        Returns:
+            Its horizontal part.
+        """
+        if not self._plain(u):
+            return super().proju(u)
+        pair = self._split(u)
+        L = gl.project_field(self.metric, self.frame, self._point, pair)
+        return gl.assemble([(self._point[0], L)], [(self._point[1], -L.mT)], pair)
+
+    def retr(self, u: Tensor) -> Tensor:
+        """The manifold's retraction.
+
+        Args:
+            u: The step.
+
+        Returns:
+            ``x + u``, ``x + u - Gamma(u, u)/2`` or the geodesic.
+        """
+        if self.retraction != "christoffel" or not self._plain(u):
+            return super().retr(u)
+        pair = self._split(u)
+        (on_a, on_g), (on_b, on_h) = gl.christoffel_fields(self.metric, self.frame, self._point, pair)
+        identity = torch.eye(on_a.shape[-1], dtype=on_a.dtype, device=on_a.device)
+        first = [(pair[0], identity - on_a / 2), (self._point[0], identity - on_g / 2)]
+        second = [(pair[1], identity - on_b / 2), (self._point[1], identity - on_h / 2)]
+        return gl.assemble(first, second)
 
     def _split(self, u: Tensor) -> Pair:
         wide = u.to(work_dtype(self.dtype))
