@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-warnings.filterwarnings("ignore", message=".*torch.jit.*")
-
 import torch
 
-from . import manifolds
+with warnings.catch_warnings():  # geoopt compiles with torch.jit, which torch calls deprecated
+    warnings.simplefilter("ignore")
+    from . import manifolds
 
 
 @dataclass
@@ -58,9 +58,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="run the ratios whose name contains this")
     options = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, median of {options.rounds} interleaved rounds"
-    )
+    threads = torch.get_num_threads()
+    print(f"torch {torch.__version__}, {threads} threads, median of {options.rounds} interleaved rounds")
     print(f"{'figure':78}{'ours':>10}{'other':>10}{'ratio':>8}{'target':>9}")
     for make in manifolds.RATIOS:
         ratio = make()

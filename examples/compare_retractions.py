@@ -52,9 +52,8 @@ def slope(values: list[float]) -> float:
 def completion_problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """A 60 x 50 matrix of rank 4, half of its entries, and a start near the truth's size."""
     gen = torch.Generator().manual_seed(seed)
-    truth = torch.randn(60, 4, generator=gen, dtype=torch.float64) @ torch.randn(
-        4, 50, generator=gen, dtype=torch.float64
-    )
+    left, right = (torch.randn(size, 4, generator=gen, dtype=torch.float64) for size in (60, 50))
+    truth = left @ right.T
     seen = (torch.rand(60, 50, generator=gen) < 0.5).double()
     left, s, right = torch.linalg.svd(2 * seen * truth, full_matrices=False)
     start = torch.cat([left[:, :4] * s[:4].sqrt(), right.T[:, :4] * s[:4].sqrt()])

@@ -8,7 +8,9 @@ change of basis to the balanced gauge. Gram products run in the dtype of the poi
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, wraps
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,17 @@ class Spectrum(NamedTuple):
     s: Tensor  # singular values of G H^T, (..., h)
 
 
+def _lazy(function: Callable[[Frame], Tensor]) -> cached_property[Tensor]:
+    """A matrix of a frame that is computed when it is first needed, or cast from the frame this one was cast from."""
+    name = function.__name__
+
+    @wraps(function)
+    def value(self: Frame) -> Tensor:
+        return function(self) if self.source is None else getattr(self.source, name).to(self.gram_g.dtype)
+
+    return cached_property(value)
+
+
 class Frame:
     """The factored point. What an operation does not need is not computed.
 
@@ -37,28 +50,48 @@ class Frame:
 
     def __init__(self, metric: Metric, gram_g: Tensor, gram_h: Tensor, spectrum: Spectrum | None = None) -> None:
         self.metric, self.gram_g, self.gram_h, self.spectrum = metric, gram_g, gram_h, spectrum
+        self.source: Frame | None = None
 
-    @cached_property
+    def cast(self, dtype: torch.dtype) -> Frame:
+        """The same frame for vectors of another dtype.
+
+        In a good gauge the small products of a vector lose no more than its Gram products, so they may run in its own
+        dtype; what was factored stays factored in this frame's.
+
+        Args:
+            dtype: The dtype.
+
+        Returns:
+            A frame that casts what is asked of it, or this one.
+        """
+        if dtype == self.gram_g.dtype:
+            return self
+        spectrum = None if self.spectrum is None else Spectrum(*(part.to(dtype) for part in self.spectrum))
+        frame = Frame(self.metric, self.gram_g.to(dtype), self.gram_h.to(dtype), spectrum)
+        frame.source = self
+        return frame
+
+    @_lazy
     def root_g(self) -> Tensor:
         """Lower Cholesky factor of ``G^T G``."""
         return torch.linalg.cholesky_ex(self.gram_g).L
 
-    @cached_property
+    @_lazy
     def root_h(self) -> Tensor:
         """Lower Cholesky factor of ``H^T H``."""
         return torch.linalg.cholesky_ex(self.gram_h).L
 
-    @cached_property
+    @_lazy
     def root_g_inverse(self) -> Tensor:
         """Inverse of `root_g`."""
         return _lower_inverse(self.root_g)
 
-    @cached_property
+    @_lazy
     def root_h_inverse(self) -> Tensor:
         """Inverse of `root_h`."""
         return _lower_inverse(self.root_h)
 
-    @cached_property
+    @_lazy
     def gram_g_inverse(self) -> Tensor:
         """``(G^T G)^-1``, which is ``B diag(1/s) B^T``."""
         if self._spectrum_serves(self.gram_g):
@@ -66,7 +99,7 @@ class Frame:
             return (self.spectrum.basis / self.spectrum.s.unsqueeze(-2)) @ self.spectrum.basis.mT
         return self.root_g_inverse.mT @ self.root_g_inverse
 
-    @cached_property
+    @_lazy
     def gram_h_inverse(self) -> Tensor:
         """``(H^T H)^-1``, which is ``B^-T diag(1/s) B^-1``."""
         if self._spectrum_serves(self.gram_h):
@@ -78,7 +111,7 @@ class Frame:
         """Whether the basis may stand for the Gram matrix: where that has a derivative, the basis may have none."""
         return self.spectrum is not None and not small.requires_grad
 
-    @cached_property
+    @_lazy
     def weight_g(self) -> Tensor:
         """Matrix of the metric on the first factor: ``SG^-1 #_p SH``."""
         if self.metric.is_mix:
@@ -88,7 +121,7 @@ class Frame:
         basis, _, w = self._basis_and_weights
         return (basis * w) @ basis.mT
 
-    @cached_property
+    @_lazy
     def weight_h(self) -> Tensor:
         """Matrix of the metric on the second factor: ``SH^-1 #_p SG``."""
         if self.metric.is_mix:
@@ -98,7 +131,7 @@ class Frame:
         _, inverse, w = self._basis_and_weights
         return (inverse.mT * w) @ inverse
 
-    @cached_property
+    @_lazy
     def dual_g(self) -> Tensor:
         """Inverse of `weight_g`."""
         if self.metric.is_mix:
@@ -108,7 +141,7 @@ class Frame:
         _, inverse, w = self._basis_and_weights
         return (inverse.mT / w) @ inverse
 
-    @cached_property
+    @_lazy
     def dual_h(self) -> Tensor:
         """Inverse of `weight_h`."""
         if self.metric.is_mix:
@@ -180,6 +213,31 @@ def _lower_inverse(root: Tensor) -> Tensor:
     return inverse
 
 
+def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Batched symmetric eigenproblem; on CPU torch takes one matrix after another, so large batches go to threads."""
+    available = torch.get_num_threads()
+    threads = min(available, 8)
+    if threads == 1 or matrices.device.type != "cpu" or matrices.requires_grad or not _has_storage(matrices):
+        return torch.linalg.eigh(matrices)
+    if matrices.ndim != 3 or matrices.shape[0] < 32 * threads or matrices.shape[-1] < 8:
+        return torch.linalg.eigh(matrices)
+    torch.set_num_threads(1)  # else every worker would start a team of its own
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            values, vectors = zip(*pool.map(torch.linalg.eigh, matrices.chunk(threads)), strict=True)
+    finally:
+        torch.set_num_threads(available)
+    return torch.cat(values), torch.cat(vectors)
+
+
+def _has_storage(x: Tensor) -> bool:
+    """False for the wrappers of vmap and for fake tensors, whose modes other threads do not know."""
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 def spectrum_of(root_g: Tensor, gram_h: Tensor) -> Spectrum:
     """Balanced gauge from one Cholesky factor and one symmetric eigenproblem.
 
@@ -193,7 +251,7 @@ def spectrum_of(root_g: Tensor, gram_h: Tensor) -> Spectrum:
         The change of basis, with the singular values in ascending order.
     """
     core = root_g.mT @ gram_h @ root_g
-    squares, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    squares, vectors = _eigh(core)  # reads one triangle only
     s = squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()
     half = s.sqrt().unsqueeze(-2)
     basis = torch.linalg.solve_triangular(root_g.mT, vectors * half, upper=True)
@@ -250,9 +308,14 @@ def correlation(frame: Frame) -> Tensor:
     Returns:
         The larger of the two factors' numbers, ``(...)``; NaN or negative where the factorization broke down.
     """
-    g = (frame.gram_g.diagonal(dim1=-2, dim2=-1) * frame.gram_g_inverse.diagonal(dim1=-2, dim2=-1)).amax(-1)
-    h = (frame.gram_h.diagonal(dim1=-2, dim2=-1) * frame.gram_h_inverse.diagonal(dim1=-2, dim2=-1)).amax(-1)
-    return torch.maximum(g, h)
+    if frame.spectrum is None:
+        inverses = frame.gram_g_inverse.diagonal(dim1=-2, dim2=-1), frame.gram_h_inverse.diagonal(dim1=-2, dim2=-1)
+    else:
+        basis, inverse, s = (part.detach() for part in frame.spectrum)
+        scale = 1 / s.unsqueeze(-1)
+        inverses = (basis.square() @ scale).squeeze(-1), (inverse.mT.square() @ scale).squeeze(-1)
+    first = (frame.gram_g.detach().diagonal(dim1=-2, dim2=-1) * inverses[0]).amax(-1)
+    return torch.maximum(first, (frame.gram_h.detach().diagonal(dim1=-2, dim2=-1) * inverses[1]).amax(-1))
 
 
 class Balance(NamedTuple):

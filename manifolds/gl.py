@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .frame import Frame, factor, gram
+from .frame import Frame, factor
 from .metric import Metric
 
 __all__ = [
@@ -54,6 +54,11 @@ def combine(x: Tensor, left: Tensor, y: Tensor | None = None, right: Tensor | No
     if y is None or right is None:
         return product
     return product + y @ right.to(y.dtype)
+
+
+def _gram(frame: Frame, a: Tensor, c: Tensor) -> Tensor:
+    """``a^T c`` in the dtype of the frame."""
+    return (a.mT @ c).to(frame.gram_g.dtype)
 
 
 def add(u: Pair, v: Pair, scale: float = 1.0) -> Pair:
@@ -111,8 +116,8 @@ def inner(frame: Frame, u: Pair, v: Pair) -> Tensor:
     Returns:
         Shape ``(...)``, in the dtype of the vectors. inv weighs by ``K = SG^-1, L = SH^-1``, mix by ``K = SH, L = SG``.
     """
-    first = (frame.weight_g * gram(u[0], v[0])).sum((-2, -1))
-    second = (frame.weight_h * gram(u[1], v[1])).sum((-2, -1))
+    first = (frame.weight_g * _gram(frame, u[0], v[0])).sum((-2, -1))
+    second = (frame.weight_h * _gram(frame, u[1], v[1])).sum((-2, -1))
     return (first + second).to(u[0].dtype)
 
 
@@ -170,7 +175,7 @@ def project_field(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Tensor:
     Returns:
         ``(..., h, h)``.
     """
-    return _compensator(metric, frame, gram(x[0], u[0]), gram(u[1], x[1]))
+    return _compensator(metric, frame, _gram(frame, x[0], u[0]), _gram(frame, u[1], x[1]))
 
 
 def project(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Pair:
@@ -275,9 +280,9 @@ def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None =
         (on_a, on_g), (on_b, on_h) = christoffel_fields(metric, frame, x, u)
         return combine(u[0], on_a, x[0], on_g), combine(u[1], on_b, x[1], on_h)
     change = _Change(metric, frame)
-    along_u = change.weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
-    along_v = change.weights(_symmetric(gram(v[0], x[0])), _symmetric(gram(v[1], x[1])))
-    d_g, d_h = change.adjoint(_symmetric(gram(u[0], v[0])), _symmetric(gram(u[1], v[1])))
+    along_u = change.weights(_symmetric(_gram(frame, u[0], x[0])), _symmetric(_gram(frame, u[1], x[1])))
+    along_v = change.weights(_symmetric(_gram(frame, v[0], x[0])), _symmetric(_gram(frame, v[1], x[1])))
+    d_g, d_h = change.adjoint(_symmetric(_gram(frame, u[0], v[0])), _symmetric(_gram(frame, u[1], v[1])))
     first = combine(u[0], along_v[0] @ frame.dual_g / 2, v[0], along_u[0] @ frame.dual_g / 2)
     second = combine(u[1], along_v[1] @ frame.dual_h / 2, v[1], along_u[1] @ frame.dual_h / 2)
     return first - combine(x[0], d_g @ frame.dual_g / 2), second - combine(x[1], d_h @ frame.dual_h / 2)
@@ -296,8 +301,8 @@ def christoffel_fields(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[
         ``((M1, M2), (M3, M4))`` with ``Gamma(u, u) = (a M1 + G M2, b M3 + H M4)``.
     """
     change = _Change(metric, frame)
-    along = change.weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
-    d_g, d_h = change.adjoint(gram(u[0], u[0]), gram(u[1], u[1]))
+    along = change.weights(_symmetric(_gram(frame, u[0], x[0])), _symmetric(_gram(frame, u[1], x[1])))
+    d_g, d_h = change.adjoint(_gram(frame, u[0], u[0]), _gram(frame, u[1], u[1]))
     return (along[0] @ frame.dual_g, -d_g @ frame.dual_g), (along[1] @ frame.dual_h, -d_h @ frame.dual_h)
 
 
@@ -364,7 +369,7 @@ def hessian(metric: Metric, frame: Frame, x: Pair, euclidean: Pair, second: Pair
         The horizontal lift of ``Hess f [u]``.
     """
     g = gradient(frame, euclidean)
-    along = _Change(metric, frame).weights(_symmetric(gram(u[0], x[0])), _symmetric(gram(u[1], x[1])))
+    along = _Change(metric, frame).weights(_symmetric(_gram(frame, u[0], x[0])), _symmetric(_gram(frame, u[1], x[1])))
     moved = gradient(frame, (second[0] - combine(g[0], along[0]), second[1] - combine(g[1], along[1])))
     return project(metric, frame, x, add(moved, christoffel(metric, frame, x, u, g)))
 
@@ -386,8 +391,8 @@ def lift(metric: Metric, frame: Frame, x: Pair, y: Pair) -> Pair:
     Returns:
         A horizontal vector at ``x``.
     """
-    first = combine(y[0], gram(y[1], x[1]) @ frame.gram_h_inverse) - x[0]
-    second = combine(y[1], gram(y[0], x[0]) @ frame.gram_g_inverse) - x[1]
-    first = first - combine(x[0], frame.gram_g_inverse @ gram(x[0], first) / 2)
-    second = second - combine(x[1], frame.gram_h_inverse @ gram(x[1], second) / 2)
+    first = combine(y[0], _gram(frame, y[1], x[1]) @ frame.gram_h_inverse) - x[0]
+    second = combine(y[1], _gram(frame, y[0], x[0]) @ frame.gram_g_inverse) - x[1]
+    first = first - combine(x[0], frame.gram_g_inverse @ _gram(frame, x[0], first) / 2)
+    second = second - combine(x[1], frame.gram_h_inverse @ _gram(frame, x[1], second) / 2)
     return project(metric, frame, x, (first, second))

@@ -226,6 +226,9 @@ class GLPoint(FactoredPoint):
         self.frame: Frame = factor(metric, *self._point, spectral=spectral)
         if known(self._sound().all()) is False:
             self._move_to_good_gauge(x)
+        # With derivatives the small algebra stays wide, so that gradients do too.
+        narrow = not (torch.is_grad_enabled() and x.requires_grad)
+        self._fast = self.frame.cast(self._point[0].dtype) if narrow else self.frame
 
     @property
     def pair(self) -> Pair:
@@ -272,7 +275,7 @@ class GLPoint(FactoredPoint):
         if not self._plain(u):
             return super().proju(u)
         pair = self._split(u)
-        L = gl.project_field(self.metric, self.frame, self._point, pair)
+        L = gl.project_field(self.metric, self._fast, self._point, pair)
         return gl.assemble([(self._point[0], L)], [(self._point[1], -L.mT)], pair)
 
     def retr(self, u: Tensor) -> Tensor:
@@ -287,7 +290,7 @@ class GLPoint(FactoredPoint):
         if self.retraction != "christoffel" or not self._plain(u):
             return super().retr(u)
         pair = self._split(u)
-        (on_a, on_g), (on_b, on_h) = gl.christoffel_fields(self.metric, self.frame, self._point, pair)
+        (on_a, on_g), (on_b, on_h) = gl.christoffel_fields(self.metric, self._fast, self._point, pair)
         identity = torch.eye(on_a.shape[-1], dtype=on_a.dtype, device=on_a.device)
         first = [(pair[0], identity - on_a / 2), (self._point[0], identity - on_g / 2)]
         second = [(pair[1], identity - on_b / 2), (self._point[1], identity - on_h / 2)]
@@ -317,13 +320,13 @@ class GLPoint(FactoredPoint):
         return gl.inner(self.frame, u, v)
 
     def _project(self, u: Pair) -> Pair:
-        return gl.project(self.metric, self.frame, self._point, u)
+        return gl.project(self.metric, self._fast, self._point, u)
 
     def _gradient(self, euclidean: Pair) -> Pair:
         return gl.gradient(self.frame, euclidean)
 
     def _christoffel(self, u: Pair, v: Pair | None) -> Pair:
-        return gl.christoffel(self.metric, self.frame, self._point, u, v)
+        return gl.christoffel(self.metric, self._fast, self._point, u, v)
 
     def _hessian(self, euclidean: Pair, second: Pair, u: Pair) -> Pair:
         return gl.hessian(self.metric, self.frame, self._point, euclidean, second, u)
