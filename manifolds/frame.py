@@ -9,7 +9,6 @@ change of basis to the balanced gauge. Gram products run in the dtype of the poi
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, wraps
 from typing import NamedTuple
 
@@ -213,35 +212,11 @@ def _lower_inverse(root: Tensor) -> Tensor:
     return inverse
 
 
-def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Batched symmetric eigenproblem; on CPU torch takes one matrix after another, so large batches go to threads."""
-    available = torch.get_num_threads()
-    threads = min(available, 8)
-    if threads == 1 or matrices.device.type != "cpu" or matrices.requires_grad or not _has_storage(matrices):
-        return torch.linalg.eigh(matrices)
-    if matrices.ndim != 3 or matrices.shape[0] < 32 * threads or matrices.shape[-1] < 8:
-        return torch.linalg.eigh(matrices)
-    torch.set_num_threads(1)  # else every worker would start a team of its own
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            values, vectors = zip(*pool.map(torch.linalg.eigh, matrices.chunk(threads)), strict=True)
-    finally:
-        torch.set_num_threads(available)
-    return torch.cat(values), torch.cat(vectors)
-
-
-def _has_storage(x: Tensor) -> bool:
-    """False for the wrappers of vmap and for fake tensors, whose modes other threads do not know."""
-    try:
-        return x.data_ptr() != 0
-    except RuntimeError:
-        return False
-
-
 def spectrum_of(root_g: Tensor, gram_h: Tensor) -> Spectrum:
     """Balanced gauge from one Cholesky factor and one symmetric eigenproblem.
 
-    With ``SG = C C^T`` and ``C^T SH C = E diag(s^2) E^T`` the basis is ``B = C^-T E diag(sqrt s)``.
+    With ``SG = C C^T`` and ``C^T SH C = E diag(s^2) E^T`` the basis is
+    ``B = C^-T E diag(sqrt s)``, and ``B^-1 = diag(1/sqrt s) E^T C^T``.
 
     Args:
         root_g: Lower Cholesky factor ``C`` of ``G^T G``.
@@ -251,11 +226,12 @@ def spectrum_of(root_g: Tensor, gram_h: Tensor) -> Spectrum:
         The change of basis, with the singular values in ascending order.
     """
     core = root_g.mT @ gram_h @ root_g
-    squares, vectors = _eigh(core)  # reads one triangle only
+    squares, vectors = torch.linalg.eigh(core)  # reads one triangle only
     s = squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()
-    half = s.sqrt().unsqueeze(-2)
-    basis = torch.linalg.solve_triangular(root_g.mT, vectors * half, upper=True)
-    return Spectrum(basis, (root_g @ (vectors / half)).mT, s)
+    inverse_transposed = root_g @ (vectors * s.rsqrt().unsqueeze(-2))
+    # B = SH B^-T diag(1/s), a product in place of a triangular solve; it loses what eigh lost already, (max s / s)^2.
+    basis = (gram_h @ inverse_transposed) / s.unsqueeze(-2)
+    return Spectrum(basis, inverse_transposed.mT, s)
 
 
 def factor(metric: Metric, G: Tensor, H: Tensor, *, spectral: bool = False) -> Frame:
