@@ -8,7 +8,7 @@ geometry for Pymanopt. The pure functions underneath are in the modules ``gl``, 
 from .adapters import PymanoptGLQuotient, PymanoptRescalingQuotient
 from .metric import Metric
 from .points import FactoredPoint
-from .quotients import GLQuotient, RescalingQuotient
+from .quotients import GLQuotient, RescalingQuotient, SubgroupQuotient
 
 __all__ = [
     "FactoredPoint",
@@ -17,4 +17,5 @@ __all__ = [
     "PymanoptGLQuotient",
     "PymanoptRescalingQuotient",
     "RescalingQuotient",
+    "SubgroupQuotient",
 ]

@@ -73,12 +73,12 @@ class Frame:
     @_lazy
     def root_g(self) -> Tensor:
         """Lower Cholesky factor of ``G^T G``."""
-        return torch.linalg.cholesky_ex(self.gram_g).L
+        return _cholesky(self.gram_g)
 
     @_lazy
     def root_h(self) -> Tensor:
         """Lower Cholesky factor of ``H^T H``."""
-        return torch.linalg.cholesky_ex(self.gram_h).L
+        return _cholesky(self.gram_h)
 
     @_lazy
     def root_g_inverse(self) -> Tensor:
@@ -204,6 +204,12 @@ def gram(a: Tensor, c: Tensor) -> Tensor:
         ``a^T c`` in the dtype of the small algebra.
     """
     return (a.mT @ c).to(small_dtype(a))
+
+
+def _cholesky(matrices: Tensor) -> Tensor:
+    """Lower factors; where a matrix is not positive definite they are wrong, and nothing is raised."""
+    root: Tensor = torch.linalg.cholesky_ex(matrices).L
+    return root
 
 
 def _lower_inverse(root: Tensor) -> Tensor:

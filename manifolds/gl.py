@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .frame import Frame, factor
+from .frame import Frame, factor, split_rows
 from .metric import Metric
 
 __all__ = [
@@ -25,13 +25,14 @@ __all__ = [
     "christoffel",
     "christoffel_fields",
     "combine",
+    "covariant_gradient",
     "factor",
     "gradient",
-    "hessian",
     "inner",
     "lift",
     "project",
     "project_field",
+    "subgroup_field",
     "vertical",
 ]
 
@@ -176,6 +177,31 @@ def project_field(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Tensor:
         ``(..., h, h)``.
     """
     return _compensator(metric, frame, _gram(frame, x[0], u[0]), _gram(frame, u[1], x[1]))
+
+
+def subgroup_field(frame: Frame, algebra: Tensor, x: Pair, u: Pair) -> Tensor:
+    """The element ``L`` of a Lie subalgebra for which ``(a + G L, b - H L^T)`` is orthogonal to the subgroup's orbit.
+
+    With a basis ``E_k`` the vertical vectors are ``(-G E_k, H E_k^T)``, and ``L = sum_k t_k E_k`` solves the Gram
+    system
+    ``<E_k, SG E_l K + L E_l SH> t_l = <E_k, L b^T H - G^T a K>``, ``K`` and ``L`` the weights of the metric.
+
+    Args:
+        frame: The factored point.
+        algebra: The basis, ``(..., r, h, h)``, in the gauge of the point.
+        x: The point.
+        u: Any tangent vector.
+
+    Returns:
+        ``(..., h, h)``.
+    """
+    matrices = (frame.gram_g, frame.gram_h, frame.weight_g, frame.weight_h)
+    gram_g, gram_h, weight_g, weight_h = (matrix.unsqueeze(-3) for matrix in matrices)
+    images = (gram_g @ algebra @ weight_g + weight_h @ algebra @ gram_h).flatten(-2)
+    flat = algebra.flatten(-2)
+    right = frame.weight_h @ _gram(frame, u[1], x[1]) - _gram(frame, x[0], u[0]) @ frame.weight_g
+    weights = torch.linalg.solve(flat @ images.mT, flat @ right.flatten(-2).unsqueeze(-1))
+    return (weights.unsqueeze(-1) * algebra).sum(-3)
 
 
 def project(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Pair:
@@ -340,7 +366,7 @@ def _assemble_in_place(sides: tuple[Terms, Terms], base: Pair | None) -> Tensor:
     lead = sides[0][0][0]
     heights = [side[0][0].shape[-2] for side in sides]
     packed = lead.new_empty(lead.shape[0], sum(heights), lead.shape[-1])
-    for index, (rows, side) in enumerate(zip(packed.split(heights, -2), sides, strict=True)):
+    for index, (rows, side) in enumerate(zip(split_rows(packed, heights[0]), sides, strict=True)):
         tall, small = side[0]
         if base is None:
             torch.bmm(tall, small.to(rows.dtype), out=rows)
@@ -351,27 +377,28 @@ def _assemble_in_place(sides: tuple[Terms, Terms], base: Pair | None) -> Tensor:
     return packed
 
 
-def hessian(metric: Metric, frame: Frame, x: Pair, euclidean: Pair, second: Pair, u: Pair) -> Pair:
-    """Riemannian Hessian of an invariant function on the quotient, along a horizontal vector.
+def covariant_gradient(metric: Metric, frame: Frame, x: Pair, euclidean: Pair, second: Pair, u: Pair) -> Pair:
+    """Covariant derivative of the gradient in the total space, along a horizontal vector.
 
-    With the metric ``M`` and the gradient ``g = M^-1 e``, the covariant derivative is
-    ``M^-1 (e' - M'(u) g) + Gamma(u, g)``; its horizontal part is the Hessian of the quotient (O'Neill).
+    With the metric ``M`` and the gradient ``g = M^-1 e`` this is ``M^-1 (e' - M'(u) g) + Gamma(u, g)``. The horizontal
+    part of
+    it is the Hessian of the quotient (O'Neill).
 
     Args:
         metric: The metric.
-        frame: The point, factored with ``spectral=True``.
+        frame: The factored point.
         x: The point.
         euclidean: Partial derivatives ``e`` of the function.
         second: Their derivative ``e'`` along ``u``.
         u: A horizontal vector.
 
     Returns:
-        The horizontal lift of ``Hess f [u]``.
+        A vector of the total space.
     """
     g = gradient(frame, euclidean)
     along = _Change(metric, frame).weights(_symmetric(_gram(frame, u[0], x[0])), _symmetric(_gram(frame, u[1], x[1])))
     moved = gradient(frame, (second[0] - combine(g[0], along[0]), second[1] - combine(g[1], along[1])))
-    return project(metric, frame, x, add(moved, christoffel(metric, frame, x, u, g)))
+    return add(moved, christoffel(metric, frame, x, u, g))
 
 
 def lift(metric: Metric, frame: Frame, x: Pair, y: Pair) -> Pair:

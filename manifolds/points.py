@@ -275,7 +275,7 @@ class GLPoint(FactoredPoint):
         if not self._plain(u):
             return super().proju(u)
         pair = self._split(u)
-        L = gl.project_field(self.metric, self._fast, self._point, pair)
+        L = self._field(pair)
         return gl.assemble([(self._point[0], L)], [(self._point[1], -L.mT)], pair)
 
     def retr(self, u: Tensor) -> Tensor:
@@ -319,8 +319,13 @@ class GLPoint(FactoredPoint):
     def _inner(self, u: Pair, v: Pair) -> Tensor:
         return gl.inner(self.frame, u, v)
 
+    def _field(self, u: Pair) -> Tensor:
+        """The ``L`` for which ``(a + G L, b - H L^T)`` is horizontal."""
+        return gl.project_field(self.metric, self._fast, self._point, u)
+
     def _project(self, u: Pair) -> Pair:
-        return gl.project(self.metric, self._fast, self._point, u)
+        L = self._field(u)
+        return u[0] + gl.combine(self._point[0], L), u[1] - gl.combine(self._point[1], L.mT)
 
     def _gradient(self, euclidean: Pair) -> Pair:
         return gl.gradient(self.frame, euclidean)
@@ -329,7 +334,7 @@ class GLPoint(FactoredPoint):
         return gl.christoffel(self.metric, self._fast, self._point, u, v)
 
     def _hessian(self, euclidean: Pair, second: Pair, u: Pair) -> Pair:
-        return gl.hessian(self.metric, self.frame, self._point, euclidean, second, u)
+        return self._project(gl.covariant_gradient(self.metric, self.frame, self._point, euclidean, second, u))
 
     def _geodesic(self, u: Pair) -> Pair:
         return self.land(u, strict=True)
@@ -357,6 +362,31 @@ class GLPoint(FactoredPoint):
                     refuse_end_of_geodesic(self.metric, drift, bound)
                 return point
             steps *= 2
+
+
+class SubgroupPoint(GLPoint):
+    """A factored point of the quotient by a subgroup of GL(h).
+
+    The total space, its metrics and its geodesics are those of the GL(h) quotient; only the vertical space is smaller.
+
+    Args:
+        metric: The metric.
+        retraction: Name of the retraction.
+        n: Rows of the first factor.
+        x: The point, ``(..., n + m, h)``.
+        algebra: Basis of the subgroup's Lie algebra, ``(r, h, h)``.
+    """
+
+    def __init__(self, metric: Metric, retraction: str, n: int, x: Tensor, algebra: Tensor) -> None:
+        super().__init__(metric, retraction, n, x, spectral=False)
+        algebra = algebra.to(device=x.device, dtype=self.frame.gram_g.dtype)
+        if self.change is not None:
+            change, inverse = (part.unsqueeze(-3) for part in self.change)
+            algebra = inverse @ algebra @ change
+        self.algebra = algebra
+
+    def _field(self, u: Pair) -> Tensor:
+        return gl.subgroup_field(self.frame, self.algebra, self._point, u)
 
 
 def _drift_bound(x: Tensor) -> float:

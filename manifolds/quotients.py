@@ -14,7 +14,7 @@ from . import gl, rescaling
 from .frame import balance, small_dtype, split_rows
 from .logarithm import flatten, reduce_rows, shoot, spread, unflatten
 from .metric import Metric
-from .points import RETRACTIONS, FactoredPoint, GLPoint, RescalingPoint, known, label, work_dtype
+from .points import RETRACTIONS, FactoredPoint, GLPoint, RescalingPoint, SubgroupPoint, known, label, work_dtype
 
 
 def _size(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
@@ -620,6 +620,79 @@ class GLQuotient(Quotient):
         pair = spread(unflatten(vector, (gx, hx)), (basis_g, basis_h))
         moved = gl.act(pair, start.change_inverse, start.change)
         return torch.cat(moved, -2), norm(vector)
+
+
+class SubgroupQuotient(GLQuotient):
+    r"""Pairs ``(G, H)`` up to ``(G A^-1, H A^T)`` with ``A`` in a subgroup of GL(h), as a Geoopt manifold.
+
+    Under a rotary embedding only the matrices that commute with the rotation are a symmetry of attention. The metrics
+    are
+    invariant under all of GL(h), hence under every subgroup, so inner product, Christoffel term, retractions and
+    geodesics
+    are those of `GLQuotient`, exactly. The horizontal space is larger: the projection removes the directions of the
+    subgroup alone, by one Gram system of the size of its dimension. Two things do not carry over: the function is no
+    longer one of ``G H^T`` alone, so there is no logarithm or distance here, and the balanced gauge may lie outside the
+    orbit, so there is no canonical point.
+
+    Args:
+        n: Rows of ``G``.
+        algebra: A basis of the subgroup's Lie algebra, ``(r, h, h)``.
+        metric: ``"inv"``, ``"mix"``, or a number in [0, 1] for the family between them (0 is inv, 1 is mix).
+        retraction: ``"first_order"`` (``x + u``), ``"christoffel"`` (second order) or ``"geodesic"`` (exact).
+        relaxation: Fraction of the largest singular value that is added to all of them in the weights of the metric.
+
+    Raises:
+        ValueError: If ``algebra`` is not a basis of square matrices.
+    """
+
+    name = "SubgroupQuotient"
+
+    def __init__(
+        self,
+        n: int,
+        algebra: Tensor,
+        *,
+        metric: str | float = "mix",
+        retraction: str = "christoffel",
+        relaxation: float = 0.0,
+    ) -> None:
+        super().__init__(n, metric=metric, retraction=retraction, relaxation=relaxation)
+        if algebra.ndim != 3 or algebra.shape[-1] != algebra.shape[-2] or algebra.shape[0] == 0:
+            raise ValueError(f"algebra must be a basis of h x h matrices, shape (r, h, h), not {tuple(algebra.shape)}.")
+        if int(torch.linalg.matrix_rank(algebra.double().flatten(1))) < algebra.shape[0]:
+            raise ValueError("algebra must be a basis: its matrices are linearly dependent.")
+        self.algebra = algebra
+
+    def extra_repr(self) -> str:
+        """Arguments as they were given.
+
+        Returns:
+            For example ``n=64, dim=16, metric='mix', retraction='christoffel'``.
+        """
+        return super().extra_repr().replace(", metric", f", dim={self.algebra.shape[0]}, metric", 1)
+
+    def _at(self, x: Tensor, *, spectral: bool) -> FactoredPoint:
+        self._assert_check_shape(x.shape, "x")
+        if x.shape[-1] != self.algebra.shape[-1]:
+            h = self.algebra.shape[-1]
+            raise ValueError(f"x must have h = {h} columns, as the matrices of algebra have, not {x.shape[-1]}.")
+        return SubgroupPoint(self._metric, self.retraction, self.n, x, self.algebra)
+
+    def canonical(self, x: Tensor) -> Tensor:
+        """Refused: the balanced gauge may lie outside the orbit of a subgroup.
+
+        Args:
+            x: The point.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("SubgroupQuotient has no canonical point: the balanced gauge may lie outside the orbit of x.")
+
+    def _log(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        raise ValueError(
+            "SubgroupQuotient has no logmap and no dist: points with the same G H^T may be different functions here."
+        )
 
 
 class RescalingQuotient(Quotient):

@@ -61,7 +61,7 @@ def test_core_reads_nothing_back(metric: str | float) -> None:
             gl.project(chosen, frame, x, u),
             gl.christoffel(chosen, frame, x, u),
             gl.christoffel(chosen, frame, x, u, x),
-            gl.hessian(chosen, frame, x, u, u, u),
+            gl.covariant_gradient(chosen, frame, x, u, u, u),
             gl.lift(chosen, frame, x, u),
             geodesics.closed_form(frame, x, u),
             geodesics.split_flow(frame, x, u).point,
