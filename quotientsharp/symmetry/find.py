@@ -1,0 +1,354 @@
+"""`find_symmetries` and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import Block, Piece, Stack, parameters_of, stacked
+from .check import SLOPE, TOLERANCE, Probe, Slopes, slopes
+from .graph import ExportError, Graph
+from .inputs import read_inputs
+from .propose import Part, Proposer, Refusal, Unit, common_prefix
+
+ORDER = ("lora", "qk", "vo", "rescaling", "linear")
+LARGE = 64_000_000  # elements of a parameter beyond which overlaps are not looked for
+
+
+class Symmetries(Sequence[Block]):
+    """The parameter symmetries of a model: a sequence of disjoint blocks.
+
+    Attributes:
+        refused: What looked like a symmetry and cannot be treated, as pairs (place, reason).
+        note: What a reader must know about all blocks, for example that the numeric check was skipped.
+        total: Number of parameters of the model, shared ones once.
+    """
+
+    def __init__(self, blocks: Sequence[Block], refused: Sequence[Refusal], total: int, note: str = "") -> None:
+        self._blocks = list(blocks)
+        self.refused = list(refused)
+        self.total = total
+        self.note = note
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One block, or several."""
+        return self._blocks[index]
+
+    def __iter__(self) -> Iterator[Block]:
+        """All blocks."""
+        return iter(self._blocks)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Symmetries({len(self)} blocks, dim={self.dim}, refused={len(self.refused)})"
+
+    @property
+    def dim(self) -> int:
+        """Dimension of all groups together: how many parameters are redundant."""
+        return sum(block.dim for block in self)
+
+    def stacks(self) -> list[Stack]:
+        """Blocks of equal shape and group as batched tensors.
+
+        Returns:
+            The stacks.
+        """
+        return stacked(self._blocks)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table as texts: place, kind, group, copies, dimension, parameters, checked.
+
+        Returns:
+            One row per block.
+        """
+        result = []
+        for block in self:
+            style = f" {block.group.style}" if block.group.style else " c > 0" if block.group.positive else ""
+            checked = f"{block.error:.0e}" if block.verified else "no"
+            names = ", ".join(_short(block.name, name) for name in block.parameters)
+            result.append((block.name, block.kind, block.group + style, str(block.copies), str(block.dim), names, checked))
+        return result
+
+    def table(self) -> str:
+        """The blocks, what was refused and why, and the share of the parameters that is redundant.
+
+        Returns:
+            A text of several lines.
+        """
+        head = ("block", "kind", "group", "copies", "dim", "parameters", "error")
+        rows = [head, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "-" * max(map(len, lines)))
+        return "\n".join([*lines, *self.summary()])
+
+    def summary(self) -> list[str]:
+        """Lines below the table.
+
+        Returns:
+            The refusals, the share of redundant parameters, and the note.
+        """
+        lines = [f"refused  {place}: {reason}" for place, reason in self.refused]
+        share = 100.0 * self.dim / max(self.total, 1)
+        lines.append(f"{self.dim:,} of {self.total:,} parameters are redundant ({share:.2f} %).")
+        return [*lines, self.note] if self.note else lines
+
+    def verify(self, model: nn.Module, example_inputs: Any = None, *, seed: int = 0) -> dict[str, float]:
+        """Check every block by itself: perturb all parameters, move the block, compare the outputs in float64.
+
+        Args:
+            model: The model; it is not changed.
+            example_inputs: What it takes; made from its configuration if None.
+            seed: Seed of the perturbation and of the moves.
+
+        Returns:
+            Relative change of the output by block name.
+
+        Raises:
+            ValueError: If a block is no symmetry of the model.
+        """
+        probe = Probe(model, *read_inputs(model, example_inputs), seed=seed + 7)
+        generator = torch.Generator().manual_seed(seed)
+        errors = {}
+        for block in self:
+            block.error = probe.move([block], generator)
+            block.verified = block.error <= TOLERANCE
+            errors[block.name] = block.error
+        broken = [f"{name} ({error:.1e})" for name, error in errors.items() if not error <= TOLERANCE]
+        if broken:
+            raise ValueError(f"Not a symmetry of {type(model).__name__}: {', '.join(broken)}.")
+        return errors
+
+    def move_(self, model: nn.Module, seed: int = 0, scale: float = 1.0) -> None:
+        """Move the weights along their orbits by random Gaussian matrices, in place; the function stays.
+
+        Args:
+            model: The model.
+            seed: Seed of the matrices.
+            scale: How far; 1 draws ``1 + N / sqrt(h)``.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        tensors = parameters_of(model)
+        for block in self:
+            A = block.group.random(block.copies, scale, generator)
+            point = block.read(tensors).detach()
+            wide = point.double() if point.is_floating_point() else point
+            block.write_(model, block.act(wide, A.to(wide.device)).to(point.dtype))
+
+    def canonicalize_(self, model: nn.Module) -> None:
+        """Bring every block whose group is GL(h) or a rescaling to the balanced gauge, in place; the function stays.
+
+        Smaller groups stay as they are: the balanced gauge is not on their orbit.
+
+        Args:
+            model: The model.
+        """
+        tensors = parameters_of(model)
+        for block in self:
+            point = block.read(tensors).detach()
+            balanced = _balanced(block, point.double())
+            if balanced is not None:
+                block.write_(model, balanced.to(point.dtype))
+
+
+def _balanced(block: Block, point: Tensor) -> Tensor | None:
+    if block.kind == "rescaling":
+        left, right = point[:, : block.n].norm(dim=1), point[:, block.n :].norm(dim=1)
+        live = (left > 0) & (right > 0)
+        c = torch.where(live, (left / right.clamp_min(1e-300)).sqrt(), 1.0)
+        if not block.group.positive:
+            at = point[:, : block.n].abs().argmax(1, keepdim=True)
+            c = c * torch.where(point.gather(1, at)[:, 0] < 0, -1.0, 1.0)
+        return block.act(point, c)
+    if block.group.dim != block.h**2 or min(block.n, block.m) < block.h:
+        return None
+    canonical: Tensor = block.manifold().canonical(point)
+    return canonical
+
+
+def _short(prefix: str, name: str) -> str:
+    """Parameter name below the block's own place."""
+    place = prefix.rsplit(".", 1)[0] + "."
+    return name.removeprefix(place)
+
+
+def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
+    """Find the parameter symmetries of a model and check them numerically.
+
+    The model is exported and its attention, gated and ReLU units and adapters are read off the graph, no matter how they
+    are named or packed. A block is accepted only if moving a perturbed float64 copy of the model along the orbit leaves
+    its output as it is; what is not accepted is listed in ``refused`` with the reason. The model itself is not changed.
+
+    Args:
+        model: A PyTorch model. On the meta device the check is skipped, and the blocks say so.
+        example_inputs: What the model takes: a tensor, a tuple, or a dict of keyword arguments. Made from the
+            configuration if None. Take at least 96 tokens: with fewer, wrong groups look right.
+
+    Returns:
+        The symmetries.
+
+    Raises:
+        ValueError: If inputs are needed or do not fit, or the model is not deterministic in eval mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    total = sum(p.numel() for p in model.parameters())
+    args, kwargs = read_inputs(model, example_inputs)
+    training = {module: module.training for module in model.modules()}
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        model.eval()
+        for p in frozen:
+            p.requires_grad_(True)
+        return _find(model, args, kwargs, total)
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _find(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], total: int) -> Symmetries:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    move = (lambda v: v.to(device) if isinstance(v, Tensor) else v)  # noqa: E731
+    placed_args, placed_kwargs = (torch.utils._pytree.tree_map(move, v) for v in (args, kwargs))
+    probe = None if device.type == "meta" else Probe(model, args, kwargs)
+    note = ""
+    try:
+        graph = Graph(model, placed_args, placed_kwargs, (args, kwargs))
+        units, refused = Proposer(graph).propose()
+    except ExportError as error:
+        from .names import propose_by_name
+
+        units, refused = propose_by_name(model)
+        note = f"{error} Blocks were proposed from module names instead."
+    blocks, notes, overlaps = _blocks(units, dict(model.named_parameters()))
+    refused = [*refused, *overlaps]
+    if probe is None:
+        kept = [b for b in blocks if not notes[b.name]]
+        refused += [(b.name, f"{notes[b.name]}, which cannot be checked on the meta device") for b in blocks if notes[b.name]]
+        return Symmetries(kept, refused, total, "Numeric check skipped: the model is on the meta device.")
+    kept, more = _accept(probe, blocks, units_groups=notes)
+    return Symmetries(kept, [*refused, *more], total, note)
+
+
+def _blocks(units: list[Unit], parameters: dict[str, Tensor]) -> tuple[list[Block], dict[str, str], list[Refusal]]:
+    """Join units of one place into blocks, one block per set of parameters; refuse what overlaps."""
+    table: dict[tuple[object, ...], list[Unit]] = {}
+    seen: set[object] = set()
+    for unit in sorted(units, key=lambda u: ORDER.index(u.kind)):
+        parts = [*unit.left, *unit.right]
+        same = tuple((p.name, tuple(p.channel.flatten().tolist())) for p in parts)
+        if same not in seen:
+            seen.add(same)
+            table.setdefault(unit.key, []).append(unit)
+    blocks: list[Block] = []
+    notes: dict[str, str] = {}
+    refused: list[Refusal] = []
+    masks: dict[str, Tensor] = {}
+    for members in table.values():
+        block = _block(members)
+        while block.name in notes:
+            block.name += "+"
+        clash = _claim(block, parameters, masks)
+        if clash:
+            refused.append((block.name, f"it shares {clash} with another block"))
+            continue
+        notes[block.name] = members[0].note
+        blocks.append(block)
+    return blocks, notes, refused
+
+
+def _block(members: list[Unit]) -> Block:
+    first = members[0]
+
+    def piece(parts: list[Part]) -> Piece:
+        return Piece(parts[0].name, torch.cat([p.channel for p in parts]), parts[0].row)
+
+    left = [piece(list(parts)) for parts in zip(*(u.left for u in members), strict=True)]
+    right = [piece(list(parts)) for parts in zip(*(u.right for u in members), strict=True)]
+    place = common_prefix(p.name for p in [*left, *right])
+    name = f"{place}.{first.kind}" if place else first.kind
+    block = Block(name, first.kind, first.groups[0], (*left, *right), sum(p.row.numel() for p in left))
+    block.candidates = tuple(first.groups)
+    return block
+
+
+def _claim(block: Block, parameters: dict[str, Tensor], masks: dict[str, Tensor]) -> str:
+    """Mark the elements of a block as taken; the name of a parameter that is taken already, if any."""
+    mine: dict[str, Tensor] = {}
+    for piece in block.pieces:
+        size = parameters[piece.name].numel()
+        if size > LARGE:
+            continue
+        index = piece.index().flatten()
+        own = mine.setdefault(piece.name, torch.zeros(size, dtype=torch.bool))
+        taken = masks.get(piece.name)
+        if bool(own[index].any()) or len(index.unique()) != len(index) or (taken is not None and bool(taken[index].any())):
+            return piece.name
+        own[index] = True
+    for name, own in mine.items():
+        masks[name] = masks[name] | own if name in masks else own
+    return ""
+
+
+def _accept(probe: Probe, blocks: list[Block], units_groups: dict[str, str]) -> tuple[list[Block], list[Refusal]]:
+    """Keep what the numeric check confirms, with the largest group that holds."""
+    gradients = probe.gradients(2 if sum(p.numel() for p in probe.parameters.values()) < 20_000_000 else 1)
+    parameters = {name: p.detach() for name, p in probe.parameters.items()}
+    kept: list[Block] = []
+    refused: list[Refusal] = []
+    for block in blocks:
+        found = slopes(block, parameters, gradients)
+        reason = _choose(block, found, units_groups[block.name])
+        if reason:
+            refused.append((block.name, reason))
+        else:
+            kept.append(block)
+    del gradients
+    generator = torch.Generator().manual_seed(11)
+    error = probe.move(kept, generator) if kept else 0.0
+    if not error <= TOLERANCE:
+        kept, more = _one_by_one(probe, kept, generator)
+        return kept, [*refused, *more]
+    for block in kept:
+        block.verified, block.error = True, error
+    return kept, refused
+
+
+def _choose(block: Block, found: Slopes, note: str) -> str:
+    """Set the largest candidate group that the derivatives allow; the reason if there is none."""
+    share = float(found.alive.double().mean())
+    if share < (0.5 if block.kind == "rescaling" else 1.0):
+        return "the output does not depend on it for these inputs, so it cannot be checked"
+    for group in block.candidates:
+        if found.error(group) <= SLOPE:
+            block.group = group
+            return ""
+    text = f"moving it changes the output (slope {found.error(block.group):.0e} along {block.group})"
+    return f"{text}: {note}" if note else text
+
+
+def _one_by_one(
+    probe: Probe, blocks: list[Block], generator: torch.Generator
+) -> tuple[list[Block], list[Refusal]]:
+    """Find the blocks that a finite move breaks."""
+    kept: list[Block] = []
+    refused: list[Refusal] = []
+    for block in blocks:
+        block.error = probe.move([block], generator)
+        block.verified = block.error <= TOLERANCE
+        if block.verified:
+            kept.append(block)
+        else:
+            refused.append((block.name, f"a finite move changes the output by {block.error:.0e}"))
+    if kept and not probe.move(kept, generator) <= TOLERANCE:
+        return [], [*refused, *((b.name, "blocks that hold alone do not hold together") for b in kept)]
+    return kept, refused

@@ -1,0 +1,3 @@
+from __future__ import annotations
+def propose_by_name(model):
+    return [], []
