@@ -15,7 +15,6 @@ from .inputs import read_inputs
 from .propose import Part, Proposer, Refusal, Unit, common_prefix
 
 ORDER = ("lora", "qk", "vo", "rescaling", "linear")
-LARGE = 64_000_000  # elements of a parameter beyond which overlaps are not looked for
 
 
 class Symmetries(Sequence[Block]):
@@ -252,12 +251,12 @@ def _blocks(units: list[Unit], parameters: dict[str, Tensor]) -> tuple[list[Bloc
     blocks: list[Block] = []
     notes: dict[str, str] = {}
     refused: list[Refusal] = []
-    masks: dict[str, Tensor] = {}
+    claims = Claims({name: p.numel() for name, p in parameters.items()})
     for members in table.values():
         block = _block(members)
         while block.name in notes:
             block.name += "+"
-        clash = _claim(block, parameters, masks)
+        clash = claims.clash(block)
         if clash:
             refused.append((block.name, f"it shares {clash} with another block"))
             continue
@@ -281,22 +280,61 @@ def _block(members: list[Unit]) -> Block:
     return block
 
 
-def _claim(block: Block, parameters: dict[str, Tensor], masks: dict[str, Tensor]) -> str:
-    """Mark the elements of a block as taken; the name of a parameter that is taken already, if any."""
-    mine: dict[str, Tensor] = {}
-    for piece in block.pieces:
-        size = parameters[piece.name].numel()
-        if size > LARGE:
-            continue
-        index = piece.index().flatten()
-        own = mine.setdefault(piece.name, torch.zeros(size, dtype=torch.bool))
-        taken = masks.get(piece.name)
-        if bool(own[index].any()) or len(index.unique()) != len(index) or (taken is not None and bool(taken[index].any())):
-            return piece.name
-        own[index] = True
-    for name, own in mine.items():
-        masks[name] = masks[name] | own if name in masks else own
-    return ""
+class Claims:
+    """Which elements of the parameters belong to a block already.
+
+    Pieces are lines of equal length and step, as a rule, and then comparing their starts is enough: a large model is
+    looked through without a mask of its size. Other pieces are marked one by one.
+
+    Args:
+        sizes: Number of elements by parameter name.
+    """
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.lines: dict[str, list[Piece]] = {}
+
+    def clash(self, block: Block) -> str:
+        """Claim the elements of a block.
+
+        Args:
+            block: The block.
+
+        Returns:
+            Name of a parameter of which an element is taken already, or an empty string.
+        """
+        for name in block.parameters:
+            pieces = [*self.lines.get(name, []), *(p for p in block.pieces if p.name == name)]
+            if not (_apart(pieces) or self._marked(name, pieces)):
+                return name
+        for piece in block.pieces:
+            self.lines.setdefault(piece.name, []).append(piece)
+        return ""
+
+    def _marked(self, name: str, pieces: list[Piece]) -> bool:
+        mask = torch.zeros(self.sizes[name], dtype=torch.bool)
+        for piece in pieces:
+            for channel in piece.channel.flatten().split(max(1, 4_000_000 // piece.row.numel())):
+                index = (channel[:, None] + piece.row[None]).flatten()
+                if bool(mask[index].any()):
+                    return False
+                mask[index] = True
+                if len(index) != int(mask[index].sum()) or len(index.unique()) != len(index):
+                    return False
+        return True
+
+
+def _apart(pieces: list[Piece]) -> bool:
+    """Whether lines of one step and length do not meet; False if they do or are not such lines."""
+    length = pieces[0].row.numel()
+    step = int(pieces[0].row[1] - pieces[0].row[0]) if length > 1 else 1
+    line = torch.arange(length) * step
+    if step < 1 or any(not torch.equal(p.row, line) for p in pieces):
+        return False
+    channel = torch.cat([p.channel.flatten() for p in pieces]).sort().values
+    channel = channel[(channel % step).argsort(stable=True)]
+    same = channel[1:] % step == channel[:-1] % step
+    return not bool((same & (channel[1:] - channel[:-1] < length * step)).any())
 
 
 def _accept(probe: Probe, blocks: list[Block], units_groups: dict[str, str]) -> tuple[list[Block], list[Refusal]]:
@@ -332,8 +370,8 @@ def _choose(block: Block, found: Slopes, note: str) -> str:
         if found.error(group) <= SLOPE:
             block.group = group
             return ""
-    text = f"moving it changes the output (slope {found.error(block.group):.0e} along {block.group})"
-    return f"{text}: {note}" if note else text
+    text = f"moving it changes the output (relative slope {found.error(block.group):.0e})"
+    return f"{note}, and {text}" if note else text
 
 
 def _one_by_one(

@@ -7,6 +7,7 @@ weights is replaced by random numbers of the same shape, so that a model on the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,6 +97,7 @@ class Graph:
         self._read_inputs(model, program, values if values is not None else (args, kwargs))
         self.on_parameters, self.on_inputs = self._reach(self.parameters), self._reach(self._user)
         self._ancestors: dict[fx.Node, set[fx.Node]] = {}
+        self._prints: dict[fx.Node, str] = {}
 
     def _read_inputs(self, model: nn.Module, program: Any, values: tuple[Any, ...]) -> None:
         """Find out what every placeholder stands for."""
@@ -146,6 +148,34 @@ class Graph:
                         stack.append(source)
             self._ancestors[node] = found
         return self._ancestors[node]
+
+    def fingerprint(self, node: fx.Node) -> str:
+        """Text that is equal for nodes with equal values, as the angles that every layer computes anew.
+
+        Args:
+            node: The node.
+
+        Returns:
+            The shape for what depends on weights, and otherwise a hash of how the value is computed.
+        """
+        todo = [node]
+        while todo:
+            current = todo[-1]
+            missing = [n for n in current.all_input_nodes if n not in self._prints and current not in self.on_parameters]
+            if current in self._prints or not missing:
+                todo.pop()
+                self._prints.setdefault(current, self._print(current))
+            else:
+                todo.extend(missing)
+        return self._prints[node]
+
+    def _print(self, node: fx.Node) -> str:
+        if node in self.on_parameters:
+            return f"~{_shapes(node.meta.get('val'))}"
+        if node.op != "call_function":
+            return f"{node.op}:{node.target}"
+        inputs = fx.node.map_arg((node.args, node.kwargs), self._prints.__getitem__)
+        return f"{node.target}:{hashlib.sha256(repr(inputs).encode()).hexdigest()}"
 
     def is_weight(self, node: Any) -> bool:
         """Whether a node is made of parameters (and constants) alone.

@@ -318,7 +318,8 @@ def _intertwiners(matrices: Tensor, clusters: list[list[int]], tolerance: float)
     found: Found = {}
     sizes = sorted({len(c) for c in clusters})
     scale = float(matrices.abs().max())
-    parts = {i: matrices[:, c][:, :, c] / scale for i, c in enumerate(clusters)}
+    index = [torch.tensor(c) for c in clusters]
+    parts = {i: matrices[:, c[:, None], c[None]] / scale for i, c in enumerate(index)}
     for p in sizes:
         for q in sizes:
             first = [i for i, c in enumerate(clusters) if len(c) == p]

@@ -86,6 +86,8 @@ def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> I
     takes = _signature(model)
     kwargs: dict[str, Any] = {}
     text = "input_ids" in takes
+    meta = any(p.is_meta for p in model.parameters())
+    tokens = TOKENS // 4 if meta else TOKENS  # no numeric check there, and the graph alone needs few positions
     if "pixel_values" in takes and _setting(config, "image_size") is not None:
         size = _setting(config, "image_size")
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -100,19 +102,19 @@ def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> I
         length = math.prod(strides) * 64 + sum(kernels) * 2
         kwargs["input_values"] = torch.randn(1, length, generator=generator)
     if text and not ({"input_features", "input_values"} & set(kwargs)):
-        kwargs["input_ids"] = _tokens(config, generator)
+        kwargs["input_ids"] = _tokens(config, generator, tokens)
     if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
-        kwargs["decoder_input_ids"] = _tokens(config, generator)
+        kwargs["decoder_input_ids"] = _tokens(config, generator, tokens)
     return ((), _without_cache(model, kwargs)) if kwargs else None
 
 
-def _tokens(config: Any, generator: torch.Generator) -> Tensor:
+def _tokens(config: Any, generator: torch.Generator, tokens: int) -> Tensor:
     vocabulary = int(_setting(config, "vocab_size") or 100)
     longest = _setting(config, "max_target_positions", "max_position_embeddings", "n_positions", "n_ctx")
     text = getattr(config, "text_config", None)
     if text is not None and getattr(text, "max_position_embeddings", None):
         longest = text.max_position_embeddings
-    length = TOKENS if not isinstance(longest, int) or longest < 4 else min(TOKENS, longest - 2)
+    length = tokens if not isinstance(longest, int) or longest < 4 else min(tokens, longest - 2)
     low = min(5, vocabulary // 2)
     return torch.randint(low, vocabulary, (1, length), generator=generator)
 

@@ -63,8 +63,15 @@ class _Edge:
     left: list[Id]
     right: list[Id]
     M: Tensor
+    columns: Tensor
     label: str
     note: str
+
+    def between(self, rows: list[int], columns: list[int]) -> Tensor:
+        """What stands between some channels of both sides, ``(pairs of positions, rows, columns)``, scaled to one."""
+        M = self.M[:, :, rows][..., self.columns[columns]].flatten(0, 1)
+        M = M[M.abs().amax((-2, -1)) > 0]
+        return M / M.abs().amax((-2, -1), keepdim=True)
 
 
 @dataclass
@@ -113,6 +120,7 @@ class Proposer:
         self.refused: list[Refusal] = []
         self._parts = _Parts()
         self._cache: dict[object, list[Head]] = {}
+        self._met: dict[tuple[int, int], Tensor] = {}
 
     def propose(self) -> tuple[list[Unit], list[Refusal]]:
         """Collect everything.
@@ -180,8 +188,6 @@ class Proposer:
         self, node: fx.Node, operands: list[tuple[fx.Node, Callable[[Tensor], Tensor]]], routes: tuple[Route, Route],
         label: str,
     ) -> list[_Edge]:  # fmt: skip
-        if any(route.foreign for route in routes):
-            raise Unclear("an activation that is no projection is added between projection and score")
         if any(route.degree > 1 or route.positive or route.mixed for route in routes):
             raise Unclear("an activation function stands between projection and score")
         sides = []
@@ -207,7 +213,10 @@ class Proposer:
         for a, (left_ids, left_maps) in enumerate(sides[0]):
             for b, (right_ids, right_maps) in enumerate(sides[1]):
                 for where, left, right in _distinct(left_maps, right_maps):
-                    edges.append(_edge((node.name, a, b, where), left_ids, right_ids, left, right, label, note))
+                    if (id(left), id(right)) not in self._met:
+                        self._met[id(left), id(right)] = _between(left, right)
+                    M = self._met[id(left), id(right)]
+                    edges.append(_edge((node.name, a, b, where), left_ids, right_ids, left, right, M, label, note))
         return edges
 
     def _heads(
@@ -228,7 +237,7 @@ class Proposer:
             def rename(n: fx.Node, followed: tuple[fx.Node, ...] = followed) -> str:
                 if n in followed:
                     return f"#{number[n]}"
-                return f"~{tuple(n.meta['val'].shape)}" if n in self.graph.on_parameters else n.name
+                return self.graph.fingerprint(n)
 
             lines.append((str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), rename))))
             number[node] = len(number)
@@ -255,7 +264,9 @@ class Proposer:
         done: set[fx.Node] = set()
         for route in self.walker.routes(reader.act):
             attention = route.mixed
-            if route.foreign or (route.bent and not attention) or done & set(route.sources):
+            if (route.bent and not attention) or done & set(route.sources):
+                continue
+            if not attention and not self._alone(route, reader):
                 continue
             label = self._label(reader.node, list(route.sources))
             try:
@@ -265,6 +276,12 @@ class Proposer:
                 problem = problem or (str(error) if attention or route.degree > 1 else "")
         if problem and not done:
             self._refuse(label, "vo" if "value" in problem or "mixes" in problem else "rescaling", problem)
+
+    def _alone(self, route: Route, reader: Projection) -> bool:
+        """Whether nobody else reads what is on the way: a residual stream is no pair."""
+        inside = {node for node, _ in route.inputs} | {reader.node}
+        nodes = {*route.sources, *(node for node, _ in route.inputs)}
+        return all(user in inside or "_assert" in str(user.target) for node in nodes for user in node.users)
 
     def _chain(self, route: Route, reader: Projection) -> None:
         if route.degree > 1:
@@ -482,26 +499,28 @@ def _distinct(left: list[Head], right: list[Head]) -> Iterable[tuple[int, Head, 
             yield index, a, b
 
 
-def _edge(
-    where: tuple[object, ...], left_ids: list[Id], right_ids: list[Id], left: Head, right: Head, label: str, note: str
-) -> _Edge:
-    """Pair the channels of two sides of a head: at equal positions what stands between them is diagonal."""
+def _between(left: Head, right: Head) -> Tensor:
+    """What stands between the channels of two sides of a head, ``(positions, positions, channels, channels)``."""
     if len(left.channels) != len(right.channels):
         raise Unclear("queries and keys of a head have different numbers of channels")
-    M = torch.einsum("sih,tjh->stij", left.R, right.R)
+    return torch.einsum("sih,tjh->stij", left.R, right.R)
+
+
+def _edge(
+    where: tuple[object, ...], left_ids: list[Id], right_ids: list[Id], left: Head, right: Head, M: Tensor, label: str,
+    note: str,
+) -> _Edge:  # fmt: skip
+    """Pair the channels of two sides of a head: at equal positions what stands between them is diagonal."""
     size = min(M.shape[0], M.shape[1])
     match = M[range(size), range(size)].mean(0)
     order = match.abs().argmax(1)
     clear = match.abs() > 1e-8 * match.abs().max()
     if len(set(order.tolist())) != len(order) or bool((clear.sum(1) != 1).any()):
         order = torch.arange(len(order))
-    M = M[..., order].flatten(0, 1)
-    M = M[M.abs().amax((-2, -1)) > 0]
-    if not len(M):
+    if not bool(M.abs().max() > 0):
         raise Unclear("queries and keys of a head do not meet")
-    M = M / M.abs().amax((-2, -1), keepdim=True)
     ordered = [right_ids[right.channels[i]] for i in order.tolist()]
-    return _Edge(where, [left_ids[c] for c in left.channels], ordered, M, label, note)
+    return _Edge(where, [left_ids[c] for c in left.channels], ordered, M, order, label, note)
 
 
 def _score_units(edges: list[_Edge], parts: _Parts, refused: list[Refusal]) -> list[Unit]:
@@ -521,6 +540,7 @@ def _score_units(edges: list[_Edge], parts: _Parts, refused: list[Refusal]) -> l
         if side == 0 and (1, key) in neighbors:
             bad[key] = "one weight makes both queries and keys"
     units, seen = [], set()
+    known: dict[object, Group | None] = {}
     for start in neighbors:
         if start in seen:
             continue
@@ -528,7 +548,7 @@ def _score_units(edges: list[_Edge], parts: _Parts, refused: list[Refusal]) -> l
         seen |= set(component)
         label = neighbors[start][0].label
         problem = next((bad[key] for _, key in component if key in bad), "")
-        unit = None if problem else _score_unit(component, neighbors, parts)
+        unit = None if problem else _score_unit(component, neighbors, parts, known)
         if unit is None:
             entry = (f"{label}.qk", problem or "its channels are made of different rows")
             if entry not in refused:
@@ -553,13 +573,12 @@ def _split(edges: list[_Edge]) -> list[_Edge]:
             classes.setdefault((frozen[a], frozen[b]), []).append(i)
         for members in classes.values():
             rest = [i for i in range(len(edge.left)) if i not in members]
-            M = edge.M[:, members][:, :, members]
-            crossed = bool(rest) and bool(edge.M[:, members][:, :, rest].abs().max() > 1e-8)
-            if crossed:
+            if rest and bool(edge.M[:, :, members][..., edge.columns[rest]].abs().max() > 1e-8 * edge.M.abs().max()):
                 result.append(edge)
                 break
             left, right = [edge.left[i] for i in members], [edge.right[i] for i in members]
-            result.append(_Edge(edge.where, left, right, M, edge.label, edge.note))
+            M = edge.M if not rest else edge.M[:, :, members]
+            result.append(_Edge(edge.where, left, right, M, edge.columns[members], edge.label, edge.note))
     return result
 
 
@@ -578,7 +597,9 @@ def _component(start: Side, neighbors: dict[Side, list[_Edge]]) -> list[Side]:
     return found
 
 
-def _score_unit(component: list[Side], neighbors: dict[Side, list[_Edge]], parts: _Parts) -> Unit | None:
+def _score_unit(
+    component: list[Side], neighbors: dict[Side, list[_Edge]], parts: _Parts, known: dict[object, Group | None]
+) -> Unit | None:
     """Bring all channels of a unit into one order and find the group that commutes with what stands between."""
     root = component[0]
     orders: dict[Side, list[Id]] = {root: sorted(root[1])}
@@ -587,13 +608,15 @@ def _score_unit(component: list[Side], neighbors: dict[Side, list[_Edge]], parts
             own, other = (edge.left, edge.right) if node[0] == 0 else (edge.right, edge.left)
             partner = dict(zip(own, other, strict=True))
             orders.setdefault((1 - node[0], frozenset(other)), [partner[c] for c in orders[node]])
-    matrices = []
+    matrices: dict[object, Tensor] = {}
     for node in component:
         if node[0] == 0:
             for edge in neighbors[node]:
                 rows = [edge.left.index(c) for c in orders[node]]
                 columns = [edge.right.index(c) for c in orders[1, frozenset(edge.right)]]
-                matrices.append(edge.M[:, rows][:, :, columns])
+                key = (id(edge.M), tuple(rows), tuple(edge.columns[columns].tolist()))
+                if key not in matrices:
+                    matrices[key] = edge.between(rows, columns)
     factors: list[list[Part]] = [[], []]
     for node in sorted(component, key=lambda item: sorted(item[1])):
         found = parts.parts(orders[node])
@@ -602,10 +625,21 @@ def _score_unit(component: list[Side], neighbors: dict[Side, list[_Edge]], parts
         factors[node[0]] += found
     h = len(root[1])
     note = next((edge.note for edge in neighbors[root] if edge.note), "")
-    largest = commutant(torch.cat(matrices)[:256])
+    key = tuple(matrices)
+    if key not in known:
+        known[key] = commutant(torch.cat([_thin(M, len(matrices)) for M in matrices.values()]))
+    largest = known[key]
     candidates = [largest] if largest is not None else []
     candidates += [g for g in (orthogonal(h), diagonal(h), scalar(h)) if g.dim and g not in candidates]
     return Unit("qk", factors[0], factors[1], candidates, note)
+
+
+def _thin(M: Tensor, heads: int) -> Tensor:
+    """Fewer pairs of positions where many heads meet; four of one head tell its frequencies."""
+    count = max(4, 24 // heads)
+    if len(M) <= count:
+        return M
+    return M[torch.randperm(len(M), generator=torch.Generator().manual_seed(heads))[:count]]
 
 
 def _equal_rows(signature: Tensor) -> list[list[int]]:

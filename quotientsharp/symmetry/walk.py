@@ -55,7 +55,6 @@ class Route:
         degree: Power with which the tensor scales (2 for a squared ReLU).
         bent: Whether something on the way divides by a length of the operand itself.
         mixed: Whether values of several positions are mixed on the way, as attention does.
-        foreign: Whether an activation that is no projection is added on the way.
     """
 
     inputs: tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] = ()
@@ -65,7 +64,6 @@ class Route:
     degree: int = 1
     bent: bool = False
     mixed: bool = False
-    foreign: bool = False
 
 
 @dataclass
@@ -108,8 +106,6 @@ class Walker:
             return []
         if self.projection(node) is not None:
             return [Route(sources=(node,))]
-        if self.graph.is_weight(node):
-            return []
         name, args = base_name(node), node.args
         if name in ("add", "sub", "add_", "sub_"):
             return self._sum(node, [a for a in args[:2] if isinstance(a, fx.Node)])
@@ -164,10 +160,9 @@ class Walker:
         return routes[:WIDTH]
 
     def _sum(self, node: fx.Node, terms: list[fx.Node]) -> list[Route]:
-        """Follow every term; parameters become offsets, constants stay, other activations are foreign."""
+        """Follow every term; parameters become offsets, constants stay, any other activation ends the walk."""
         offsets = tuple(t for t in terms if self.graph.is_weight(t) and not self._routes.get(t))
         choices: list[list[Route]] = []
-        foreign = False
         for term in terms:
             if term in offsets or (term not in self.graph.on_inputs and term not in self.graph.on_parameters):
                 continue
@@ -175,7 +170,7 @@ class Walker:
             if found:
                 choices.append(found)
             else:
-                foreign = True
+                return []
         if not choices:
             return []
         followed = tuple(t for t in terms if t in offsets or self._routes.get(t))
@@ -184,7 +179,7 @@ class Walker:
             merged = combination[0]
             for route in combination[1:]:
                 merged = _merge(merged, route)
-            results.append(_extend(merged, node, followed, offsets=offsets, foreign=foreign))
+            results.append(_extend(merged, node, followed, offsets=offsets))
         return results
 
     def blockers(self, node: fx.Node) -> str:
@@ -247,7 +242,6 @@ def _extend(route: Route, node: fx.Node, inputs: tuple[fx.Node, ...], **notes: A
         degree=route.degree * notes.get("degree", 1),
         bent=route.bent or notes.get("bent", False),
         mixed=route.mixed or notes.get("mixed", False),
-        foreign=route.foreign or notes.get("foreign", False),
     )
 
 
@@ -263,7 +257,6 @@ def _merge(first: Route, second: Route) -> Route:
         degree=max(first.degree, second.degree),
         bent=first.bent or second.bent,
         mixed=first.mixed or second.mixed,
-        foreign=first.foreign or second.foreign,
     )
 
 
