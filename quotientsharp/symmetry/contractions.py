@@ -149,11 +149,19 @@ def projection(graph: Graph, node: fx.Node) -> Projection | None:
     if found is None:
         return None
     fixed = node.target in (aten.linear.default, aten.conv1d.default, aten.conv2d.default)
+    if not fixed and any(_projected(graph, n) for n in (found.first, found.second) if graph.is_weight(n)):
+        return None
     if graph.is_weight(found.second) and (fixed or not graph.is_weight(found.first) or node.target == aten.addmm.default):
         return _projection(graph, found, swap=False)
     if not fixed and graph.is_weight(found.first) and not graph.is_weight(found.second):
         return _projection(graph, found, swap=True)
     return None
+
+
+def _projected(graph: Graph, node: fx.Node) -> bool:
+    """Whether a tensor made of parameters is itself the output of a projection, as of a table of positions."""
+    linear = (aten.linear.default, aten.addmm.default, aten.conv1d.default)
+    return any(n.target in linear for n in graph.ancestors(node) if n in graph.on_parameters)
 
 
 def _projection(graph: Graph, found: Contraction, *, swap: bool) -> Projection:
@@ -276,4 +284,6 @@ def _as_view(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
     copies = (aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default)
     if node.target in copies or str(node.target).startswith("aten.to."):
         return args[0]
+    if node.target == aten.repeat.default and all(1 in pair for pair in zip(args[0].shape, args[1], strict=True)):
+        return args[0].expand([size * times for size, times in zip(args[0].shape, args[1], strict=True)])
     return apply(node.target, args, kwargs)

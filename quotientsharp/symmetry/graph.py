@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
+import logging
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +59,16 @@ def quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _is_wrapper(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
@@ -82,7 +94,9 @@ class Graph:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], values: tuple[Any, ...] | None = None
     ) -> None:
-        with quiet(), torch.enable_grad():
+        # What torch.export prints about a model it refuses is replaced by one sentence.
+        hush = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with quiet(), torch.enable_grad(), hush[0], hush[1], _silent("torch.fx.experimental.symbolic_shapes"):
             try:
                 program = torch.export.export(model, args, kwargs=kwargs, strict=False)
             except Exception as error:

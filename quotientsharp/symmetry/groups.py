@@ -190,8 +190,11 @@ def diagonal(h: int, *, positive: bool = False) -> Group:
     Returns:
         The group ``Diagonal(h)``.
     """
-    basis = torch.diag_embed(torch.eye(h, dtype=torch.float64))
-    return Group.make(f"Diagonal({h})", h, h, lambda: basis, None if positive else _signed(h), positive=positive)
+
+    def basis() -> Tensor:
+        return torch.diag_embed(torch.eye(h, dtype=torch.float64))
+
+    return Group.make(f"Diagonal({h})", h, h, basis, None if positive else _signed(h), positive=positive)
 
 
 def _signed(h: int) -> Draw:
@@ -213,10 +216,9 @@ def scalar(h: int) -> Group:
     Returns:
         The group ``Scalar(h)``, of dimension one.
     """
-    basis = torch.eye(h, dtype=torch.float64)[None] / h**0.5
     draw = _signed(1)
     return Group.make(
-        f"Scalar({h})", h, 1, lambda: basis,
+        f"Scalar({h})", h, 1, lambda: torch.eye(h, dtype=torch.float64)[None] / h**0.5,
         lambda copies, scale, generator: draw(copies, scale, generator) * torch.eye(h, dtype=torch.float64),
     )  # fmt: skip
 

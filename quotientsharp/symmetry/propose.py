@@ -133,6 +133,7 @@ class Proposer:
             if node.op != "call_function":
                 continue
             edges += self._score(node)
+            self._mix(node)
             reader = self.walker.projection(node)
             if reader is not None:
                 self._read(reader)
@@ -254,6 +255,31 @@ class Proposer:
             front = {n for n in front if parse(n) is None}
         return False
 
+    def _mix(self, node: fx.Node) -> None:
+        """Refuse values that cannot be followed back to a projection."""
+        if base_name(node) == "scaled_dot_product_attention":
+            value = node.args[2]
+        else:
+            found = parse(node)
+            if found is None or self.walker.projection(node) is not None:
+                return
+            weights = [self._from_softmax(operand) for operand in (found.first, found.second)]
+            if sum(weights) != 1:
+                return
+            value = found.second if weights[0] else found.first
+        if isinstance(value, fx.Node) and value in self.graph.on_parameters and not self.walker.routes(value):
+            blockers = self.walker.blockers(value)
+            self._refuse(self._label(node, [value]), "vo", f"{blockers} between projection and values cannot be followed")
+
+    def _from_softmax(self, node: fx.Node) -> bool:
+        """Whether a softmax lies within a few operators before."""
+        front = {node}
+        for _ in range(8):
+            if any("softmax" in base_name(n) for n in front):
+                return True
+            front = {m for n in front if parse(n) is None for m in n.all_input_nodes if m.op == "call_function"}
+        return False
+
     # -- readers ----------------------------------------------------------------------------------------------------
 
     def _read(self, reader: Projection) -> None:
@@ -266,9 +292,11 @@ class Proposer:
             attention = route.mixed
             if (route.bent and not attention) or done & set(route.sources):
                 continue
-            if not attention and not self._alone(route, reader):
-                continue
             label = self._label(reader.node, list(route.sources))
+            if not attention and not self._alone(route, reader):
+                if route.positive or any(base_name(node) == "mul" for node, _ in route.inputs):
+                    self._refuse(label, "rescaling", "what it makes is read elsewhere too")
+                continue
             try:
                 self._chain(route, reader)
                 done |= set(route.sources)
@@ -353,6 +381,8 @@ class Proposer:
             if start not in single:
                 names = [general_linear(len(start)), orthogonal(len(start)), diagonal(len(start)), scalar(len(start))]
                 self._add_chain(kind, [start], [read], ids, columns, names if kind != "lora" else names[:1])
+                if route.bent:
+                    self.units[-1].note = "it is divided by a length of its own between values and output"
         for count in sorted({len(read) for read in single.values()}):
             starts = [start for start, read in single.items() if len(read) == count]
             reads = [single[start] for start in starts]
