@@ -242,7 +242,7 @@ def _blocks(units: list[Unit], parameters: dict[str, Tensor]) -> tuple[list[Bloc
     """Join units of one place into blocks, one block per set of parameters; refuse what overlaps."""
     table: dict[tuple[object, ...], list[Unit]] = {}
     seen: set[object] = set()
-    for unit in sorted(units, key=lambda u: ORDER.index(u.kind)):
+    for unit in sorted(units, key=lambda u: (not u.sure, ORDER.index(u.kind))):
         parts = [*unit.left, *unit.right]
         same = tuple((p.name, tuple(p.channel.flatten().tolist())) for p in parts)
         if same not in seen:

@@ -37,6 +37,7 @@ class Unit:
         right: Parts of H.
         groups: Candidates, the largest first.
         note: What the graph shows that may break the symmetry, for the reason of a refusal.
+        sure: Whether a softmax follows, so that it is attention; other products of projections come last.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Unit:
     right: list[Part]
     groups: list[Group]
     note: str = ""
+    sure: bool = True
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -66,6 +68,7 @@ class _Edge:
     columns: Tensor
     label: str
     note: str
+    sure: bool
 
     def between(self, rows: list[int], columns: list[int]) -> Tensor:
         """What stands between some channels of both sides, ``(pairs of positions, rows, columns)``, scaled to one."""
@@ -178,7 +181,7 @@ class Proposer:
         for left in routes[0]:
             for right in routes[1]:
                 try:
-                    return self._edges(node, operands, (left, right), label)
+                    return self._edges(node, operands, (left, right), label, sure=certain)
                 except Unclear as error:
                     problem = problem or str(error)
         if certain:
@@ -187,7 +190,7 @@ class Proposer:
 
     def _edges(
         self, node: fx.Node, operands: list[tuple[fx.Node, Callable[[Tensor], Tensor]]], routes: tuple[Route, Route],
-        label: str,
+        label: str, *, sure: bool,
     ) -> list[_Edge]:  # fmt: skip
         if any(route.degree > 1 or route.positive or route.mixed for route in routes):
             raise Unclear("an activation function stands between projection and score")
@@ -217,7 +220,7 @@ class Proposer:
                     if (id(left), id(right)) not in self._met:
                         self._met[id(left), id(right)] = _between(left, right)
                     M = self._met[id(left), id(right)]
-                    edges.append(_edge((node.name, a, b, where), left_ids, right_ids, left, right, M, label, note))
+                    edges.append(_edge((node.name, a, b, where), left_ids, right_ids, left, right, M, (label, note, sure)))
         return edges
 
     def _heads(
@@ -448,7 +451,7 @@ class Proposer:
                               if n in self.graph.parameters]  # fmt: skip
                 else:
                     stack.extend(current.all_input_nodes)
-        return common_prefix(names) or node.name
+        return common_prefix(names)
 
 
 def parse_weight(graph: Graph, node: fx.Node) -> fx.Node:
@@ -537,8 +540,8 @@ def _between(left: Head, right: Head) -> Tensor:
 
 
 def _edge(
-    where: tuple[object, ...], left_ids: list[Id], right_ids: list[Id], left: Head, right: Head, M: Tensor, label: str,
-    note: str,
+    where: tuple[object, ...], left_ids: list[Id], right_ids: list[Id], left: Head, right: Head, M: Tensor,
+    words: tuple[str, str, bool],
 ) -> _Edge:  # fmt: skip
     """Pair the channels of two sides of a head: at equal positions what stands between them is diagonal."""
     size = min(M.shape[0], M.shape[1])
@@ -550,7 +553,7 @@ def _edge(
     if not bool(M.abs().max() > 0):
         raise Unclear("queries and keys of a head do not meet")
     ordered = [right_ids[right.channels[i]] for i in order.tolist()]
-    return _Edge(where, [left_ids[c] for c in left.channels], ordered, M, order, label, note)
+    return _Edge(where, [left_ids[c] for c in left.channels], ordered, M, order, *words)
 
 
 def _score_units(edges: list[_Edge], parts: _Parts, refused: list[Refusal]) -> list[Unit]:
@@ -608,7 +611,7 @@ def _split(edges: list[_Edge]) -> list[_Edge]:
                 break
             left, right = [edge.left[i] for i in members], [edge.right[i] for i in members]
             M = edge.M if not rest else edge.M[:, :, members]
-            result.append(_Edge(edge.where, left, right, M, edge.columns[members], edge.label, edge.note))
+            result.append(_Edge(edge.where, left, right, M, edge.columns[members], edge.label, edge.note, edge.sure))
     return result
 
 
@@ -661,7 +664,7 @@ def _score_unit(
     largest = known[key]
     candidates = [largest] if largest is not None else []
     candidates += [g for g in (orthogonal(h), diagonal(h), scalar(h)) if g.dim and g not in candidates]
-    return Unit("qk", factors[0], factors[1], candidates, note)
+    return Unit("qk", factors[0], factors[1], candidates, note, all(edge.sure for edge in neighbors[root]))
 
 
 def _thin(M: Tensor, heads: int) -> Tensor:
