@@ -1,0 +1,83 @@
+"""Every model of the census is found right: group, copies, dimension and exact parameter names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import transformers as tf
+
+from quotientsharp.symmetry import Symmetries, find_symmetries
+
+from . import zoo
+
+
+def summary(found: Symmetries) -> list[tuple[str, str, str, int, tuple[str, ...]]]:
+    return sorted((b.kind, str(b.group), b.group.style, b.copies, b.parameters) for b in found)
+
+
+def dimension(group: str) -> int:
+    """Dimension from the name, by the rules and not by the code."""
+    total = 0
+    for kind, size in re.findall(r"(GL|R)\((\d+)\)", group):
+        total += int(size) ** 2 if kind == "GL" else int(size)
+    return total or 1
+
+
+@pytest.mark.parametrize("name", zoo.FULL)
+def test_census(name: str) -> None:
+    torch.manual_seed(0)
+    found = find_symmetries(zoo.build(name))
+    rows = zoo.FULL[name][1]
+    expected = sorted((k, g, s, c, tuple(n.format(i) for n in names)) for k, g, s, c, names in rows for i in range(2))
+    assert summary(found) == expected
+    assert found.dim == 2 * sum(copies * dimension(group) for _, group, _, copies, _ in rows)
+    assert all(block.verified and block.error < 1e-11 for block in found)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_norm_on_queries_and_keys_is_refused_with_its_reason(name: str) -> None:
+    torch.manual_seed(0)
+    found = find_symmetries(zoo.build(name))
+    assert [place for place, _ in found.refused] == ["layers.0.self_attn.qk", "layers.1.self_attn.qk"]
+    assert all("length" in reason for _, reason in found.refused)
+
+
+def test_weights_that_serve_all_layers_are_one_unit() -> None:
+    torch.manual_seed(0)
+    model = tf.AlbertModel(tf.AlbertConfig(**{**zoo.TEXT, "num_hidden_layers": 3}, embedding_size=16))
+    place = "encoder.albert_layer_groups.0.albert_layers.0.attention."
+    rows = zoo.attention(place, "query key value dense")
+    assert summary(find_symmetries(model)) == sorted((k, g, s, c, n) for k, g, s, c, n in rows)
+
+
+def test_cross_attention_of_gpt2() -> None:
+    torch.manual_seed(0)
+    decoder = tf.GPT2LMHeadModel(tf.GPT2Config(**zoo.GPT2, add_cross_attention=True, is_decoder=True))
+    model = tf.EncoderDecoderModel(encoder=tf.BertModel(tf.BertConfig(**zoo.TEXT)), decoder=decoder)
+    cross = [b for b in find_symmetries(model) if "crossattention" in b.parameters[0]]
+    place = "decoder.transformer.h.0.crossattention."
+    names = ("q_attn.weight", "q_attn.bias", "c_attn.weight", "c_attn.bias")
+    assert cross[0].parameters == tuple(place + n for n in names)
+    assert [(b.kind, b.group, b.copies) for b in cross] == [("qk", "GL(8)", 4)] * 2 + [("vo", "GL(8)", 4)] * 2
+
+
+def test_windows_of_swin() -> None:
+    torch.manual_seed(0)
+    config = tf.SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+    found = find_symmetries(tf.SwinModel(config))
+    assert [(b.kind, b.group, b.copies) for b in found] == [
+        (kind, "GL(8)", copies) for kind in ("qk", "vo") for copies in (2, 2, 4, 4)
+    ]
+
+
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_text_and_image(name: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(tf, f"{name}Config")(text_config={**zoo.TEXT, "eos_token_id": 3}, vision_config=zoo.IMAGE)
+    found = find_symmetries(getattr(tf, f"{name}Model")(config))
+    heads = {b.name for b in found if b.kind == "qk"}
+    assert {f"{tower}_model.encoder.layers.{i}.self_attn.qk" for tower in ("text", "vision") for i in range(2)} <= heads
+    assert {str(b.group) for b in found} == {"GL(8)"}
+    assert len(found) == (8 if name == "CLIP" else 10)
