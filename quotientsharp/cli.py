@@ -20,7 +20,7 @@ def load_model(name: str) -> nn.Module:
     """Load a model by what a user types.
 
     Args:
-        name: A folder of a Hugging Face model (weights as safetensors or weights-only checkpoints, no code of its own), or
+        name: A folder of a Hugging Face model (safetensors or weights-only checkpoints, no code of its own), or
             ``module:factory``, a Python callable without arguments that returns a model.
 
     Returns:
@@ -54,7 +54,8 @@ def _from_folder(folder: Path) -> nn.Module:
         import transformers
     except ImportError as error:
         raise UserError("Reading a Hugging Face folder needs transformers: pip install transformers.") from error
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         names = getattr(config, "architectures", None) or []

@@ -121,7 +121,7 @@ class Block:
             state: A model, or a mapping from parameter names to tensors.
 
         Returns:
-            A new tensor ``(copies, n + m, h)``, or ``(units, n + m)`` for a rescaling; differentiable in the parameters.
+            A new tensor ``(copies, n + m, h)``, or ``(units, n + m)`` for a rescaling; differentiable.
         """
         tensors = parameters_of(state)
         rows = []
@@ -182,9 +182,7 @@ class Block:
         left = torch.linalg.solve(A, point[:, : self.n], left=False)
         return torch.cat([left, point[:, self.n :] @ A.mT], 1)
 
-    def manifold(
-        self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0
-    ) -> Any:
+    def manifold(self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0) -> Any:
         """The quotient manifold whose points `read` gives.
 
         Args:
@@ -308,9 +306,7 @@ class Stack:
         """
         return self.blocks[0].act(point, A)
 
-    def manifold(
-        self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0
-    ) -> Any:
+    def manifold(self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0) -> Any:
         """The quotient manifold of the batched point.
 
         Args:
@@ -326,7 +322,7 @@ class Stack:
     def _parts(self, point: Tensor) -> Sequence[Tensor]:
         if point.shape[0] != self.copies:
             raise ValueError(f"The stacked point has {self.copies} copies, not {point.shape[0]}.")
-        return point.split([block.copies for block in self.blocks])
+        return list(torch.split(point, [block.copies for block in self.blocks]))
 
 
 def stacked(blocks: Sequence[Block]) -> list[Stack]:

@@ -134,7 +134,9 @@ class Probe:
         again = self.run()
         gap = distance(plain, again)
         if gap > 0 and not gap <= 1e-12:
-            raise ValueError(f"{self.name} is not deterministic in eval mode: two runs on the same inputs differ ({gap:.1e}).")
+            raise ValueError(
+                f"{self.name} is not deterministic in eval mode: two runs on the same inputs differ ({gap:.1e})."
+            )
         if not any(t.is_floating_point() for t in plain):
             raise ValueError(f"{self.name} returns no floating-point tensor, so nothing can be checked.")
         for scale in (1.0, 0.3, 0.1):

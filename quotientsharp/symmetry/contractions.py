@@ -1,4 +1,4 @@
-"""Contractions: operators that multiply two tensors and sum, and which parameter elements their channels are made of."""
+"""Contractions: operators that multiply two tensors and sum, and the parameter elements behind their channels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def _einsum_labels(equation: str, ranks: list[int]) -> tuple[str, str, str] | No
         out = ("..." if "..." in left else "") + "".join(c for c in counts if left.count(c) == 1)
     free = [c for c in string.ascii_uppercase + string.ascii_lowercase if c not in equation]
     width = max(rank - len(p.replace("...", "")) for p, rank in zip(parts, ranks, strict=True))
-    full = [p.replace("...", "".join(free[width - (r - len(p) + 3) : width])) for p, r in zip(parts, ranks, strict=True)]
+    full = [
+        p.replace("...", "".join(free[width - (r - len(p) + 3) : width])) for p, r in zip(parts, ranks, strict=True)
+    ]
     if any(len(set(p)) != len(p) for p in full):
         return None
     return full[0], full[1], out.replace("...", "".join(free[:width]))
@@ -81,25 +83,26 @@ def parse(node: fx.Node) -> Contraction | None:
     """
     if node.op != "call_function":
         return None
-    target, args = node.target, node.args
+    target: Any = node.target
+    args: Any = node.args
     if target == aten.linear.default:
         names = string.ascii_lowercase[2 : 1 + _rank(args[0])]
         bias = args[2] if len(args) > 2 else None
-        return Contraction(node, args[0], args[1], (names + "a", "ba", names + "b"), bias)  # type: ignore[arg-type]
+        return Contraction(node, args[0], args[1], (names + "a", "ba", names + "b"), bias)
     if target in (aten.matmul.default, aten.mm.default, aten.bmm.default):
-        labels = _matmul_labels(args[0], args[1])  # type: ignore[arg-type]
-        return Contraction(node, args[0], args[1], labels) if labels else None  # type: ignore[arg-type]
+        labels = _matmul_labels(args[0], args[1])
+        return Contraction(node, args[0], args[1], labels) if labels else None
     if target in (aten.addmm.default, aten.baddbmm.default):
-        labels = _matmul_labels(args[1], args[2])  # type: ignore[arg-type]
-        return Contraction(node, args[1], args[2], labels, args[0]) if labels else None  # type: ignore[arg-type]
-    if target == aten.einsum.default and len(args[1]) == 2:  # type: ignore[arg-type]
-        first, second = args[1]  # type: ignore[misc]
+        labels = _matmul_labels(args[1], args[2])
+        return Contraction(node, args[1], args[2], labels, args[0]) if labels else None
+    if target == aten.einsum.default and len(args[1]) == 2:
+        first, second = args[1]
         labels = _einsum_labels(str(args[0]), [_rank(first), _rank(second)])
         return Contraction(node, first, second, labels) if labels else None
     if target in (aten.conv1d.default, aten.conv2d.default):
         bias = args[2] if len(args) > 2 else None
         groups = args[6] if len(args) > 6 else 1
-        return Contraction(node, args[0], args[1], ("", "", ""), bias, int(groups))  # type: ignore[arg-type]
+        return Contraction(node, args[0], args[1], ("", "", ""), bias, int(groups))
     return None
 
 
@@ -151,7 +154,9 @@ def projection(graph: Graph, node: fx.Node) -> Projection | None:
     fixed = node.target in (aten.linear.default, aten.conv1d.default, aten.conv2d.default)
     if not fixed and any(_projected(graph, n) for n in (found.first, found.second) if graph.is_weight(n)):
         return None
-    if graph.is_weight(found.second) and (fixed or not graph.is_weight(found.first) or node.target == aten.addmm.default):
+    if graph.is_weight(found.second) and (
+        fixed or not graph.is_weight(found.first) or node.target == aten.addmm.default
+    ):
         return _projection(graph, found, swap=False)
     if not fixed and graph.is_weight(found.first) and not graph.is_weight(found.second):
         return _projection(graph, found, swap=True)
@@ -281,7 +286,13 @@ def trace(graph: Graph, node: fx.Node) -> tuple[str, Strided] | str:
 
 def _as_view(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
     """Apply a view; copies that keep the values count as the view they copy."""
-    copies = (aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default)
+    copies = (
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten._to_copy.default,
+    )
     if node.target in copies or str(node.target).startswith("aten.to."):
         return args[0]
     if node.target == aten.repeat.default and all(1 in pair for pair in zip(args[0].shape, args[1], strict=True)):

@@ -67,12 +67,14 @@ class Symmetries(Sequence[Block]):
         Returns:
             One row per block.
         """
-        result = []
+        result: list[tuple[str, ...]] = []
         for block in self:
             style = f" {block.group.style}" if block.group.style else " c > 0" if block.group.positive else ""
             checked = f"{block.error:.0e}" if block.verified else "no"
             names = ", ".join(_short(block.name, name) for name in block.parameters)
-            result.append((block.name, block.kind, block.group + style, str(block.copies), str(block.dim), names, checked))
+            result.append(
+                (block.name, block.kind, block.group + style, str(block.copies), str(block.dim), names, checked)
+            )
         return result
 
     def table(self) -> str:
@@ -181,8 +183,8 @@ def _short(prefix: str, name: str) -> str:
 def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
     """Find the parameter symmetries of a model and check them numerically.
 
-    The model is exported and its attention, gated and ReLU units and adapters are read off the graph, no matter how they
-    are named or packed. A block is accepted only if moving a perturbed float64 copy of the model along the orbit leaves
+    The model is exported and its attention, gated and ReLU units and adapters are read off the graph, no matter how
+    they are named or packed. A block is accepted only if moving a perturbed float64 copy of the model along the orbit leaves
     its output as it is; what is not accepted is listed in ``refused`` with the reason. The model itself is not changed.
 
     Args:
@@ -216,7 +218,7 @@ def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
 
 def _find(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], total: int) -> Symmetries:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    move = (lambda v: v.to(device) if isinstance(v, Tensor) else v)  # noqa: E731
+    move = lambda v: v.to(device) if isinstance(v, Tensor) else v  # noqa: E731
     placed_args, placed_kwargs = (torch.utils._pytree.tree_map(move, v) for v in (args, kwargs))
     probe = None if device.type == "meta" else Probe(model, args, kwargs)
     note = ""
@@ -232,7 +234,9 @@ def _find(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], total
     refused = [*refused, *overlaps]
     if probe is None:
         kept = [b for b in blocks if not notes[b.name]]
-        refused += [(b.name, f"{notes[b.name]}, which cannot be checked on the meta device") for b in blocks if notes[b.name]]
+        refused += [
+            (b.name, f"{notes[b.name]}, which cannot be checked on the meta device") for b in blocks if notes[b.name]
+        ]
         return Symmetries(kept, refused, total, "Numeric check skipped: the model is on the meta device.")
     kept, more = _accept(probe, blocks, units_groups=notes)
     return Symmetries(kept, [*refused, *more], total, note)
@@ -314,12 +318,12 @@ class Claims:
     def _marked(self, name: str, pieces: list[Piece]) -> bool:
         mask = torch.zeros(self.sizes[name], dtype=torch.bool)
         for piece in pieces:
-            for channel in piece.channel.flatten().split(max(1, 4_000_000 // piece.row.numel())):
+            for channel in torch.split(piece.channel.flatten(), max(1, 4_000_000 // piece.row.numel())):
                 index = (channel[:, None] + piece.row[None]).flatten()
                 if bool(mask[index].any()):
                     return False
                 mask[index] = True
-                if len(index) != int(mask[index].sum()) or len(index.unique()) != len(index):
+                if len(torch.unique(index)) != len(index):
                     return False
         return True
 
@@ -374,9 +378,7 @@ def _choose(block: Block, found: Slopes, note: str) -> str:
     return f"{note}, and {text}" if note else text
 
 
-def _one_by_one(
-    probe: Probe, blocks: list[Block], generator: torch.Generator
-) -> tuple[list[Block], list[Refusal]]:
+def _one_by_one(probe: Probe, blocks: list[Block], generator: torch.Generator) -> tuple[list[Block], list[Refusal]]:
     """Find the blocks that a finite move breaks."""
     kept: list[Block] = []
     refused: list[Refusal] = []

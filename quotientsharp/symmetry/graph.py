@@ -175,7 +175,9 @@ class Graph:
         todo = [node]
         while todo:
             current = todo[-1]
-            missing = [n for n in current.all_input_nodes if n not in self._prints and current not in self.on_parameters]
+            missing = [
+                n for n in current.all_input_nodes if n not in self._prints and current not in self.on_parameters
+            ]
             if current in self._prints or not missing:
                 todo.pop()
                 self._prints.setdefault(current, self._print(current))

@@ -1,7 +1,7 @@
 """The groups that act on one pair ``(G, H)`` by ``(G A^-1, H A^T)``.
 
-A `Group` is a string, its name, so that ``block.group == "GL(32)"`` reads as one would write it; beside the name it knows its
-dimension, a basis of its Lie algebra and how to draw a finite element at random.
+A `Group` is a string, its name, so that ``block.group == "GL(32)"`` reads as one would write it; beside the name it
+knows its dimension, a basis of its Lie algebra and how to draw a finite element at random.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Draw = Callable[[int, float, torch.Generator | None], Tensor]
 def _gauss(copies: int, h: int, scale: float, generator: torch.Generator | None) -> Tensor:
     """Gaussian matrices around the identity: ``1 + scale * N / sqrt(h)``."""
     noise = torch.randn(copies, h, h, dtype=torch.float64, generator=generator)
-    return torch.eye(h, dtype=torch.float64) + scale * noise / h**0.5
+    matrices: Tensor = torch.eye(h, dtype=torch.float64) + scale * noise / h**0.5
+    return matrices
 
 
 class Group(str):
@@ -66,7 +67,9 @@ class Group(str):
         return _remake, (str(self), self.h, self.dim, self.algebra(), self.style, self.positive, self._kind())
 
     def _kind(self) -> str:
-        return self.split("(")[0] if str(self) in _simple_names(self.h) else "commutant" if self._draw else "exponential"
+        return (
+            self.split("(")[0] if str(self) in _simple_names(self.h) else "commutant" if self._draw else "exponential"
+        )
 
     def algebra(self) -> Tensor:
         """Basis of the Lie algebra.
@@ -87,6 +90,10 @@ class Group(str):
         """
         if self.dim == self.h**2:
             return L
+        if self == f"O({self.h})":  # the basis would be h^4 / 2 numbers
+            return (L - L.mT) / 2
+        if self == f"Diagonal({self.h})":
+            return torch.diag_embed(L.diagonal(dim1=-2, dim2=-1))
         flat = self.algebra().to(L).flatten(1)
         return ((L.flatten(-2) @ flat.mT) @ flat).reshape(L.shape)
 
@@ -113,7 +120,9 @@ class Group(str):
         if self._draw is not None:
             return self._draw(copies, scale, generator)
         coefficients = torch.randn(copies, self.dim, dtype=torch.float64, generator=generator)
-        return torch.linalg.matrix_exp(scale * torch.einsum("cd,dij->cij", coefficients, self.algebra()) / self.h**0.5)
+        exponent = scale * torch.einsum("cd,dij->cij", coefficients, self.algebra()) / self.h**0.5
+        drawn: Tensor = torch.linalg.matrix_exp(exponent)
+        return drawn
 
 
 def _remake(name: str, h: int, dim: int, algebra: Tensor, style: str, positive: bool, kind: str) -> Group:
@@ -137,7 +146,8 @@ def _associative(basis: Tensor, h: int) -> Draw:
         coefficients = torch.randn(copies, basis.shape[0], dtype=torch.float64, generator=generator)
         noise = torch.einsum("cd,dij->cij", coefficients, basis)
         size = noise.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12) / h**0.5
-        return torch.eye(h, dtype=torch.float64) + scale * 0.7 * noise / size
+        drawn: Tensor = torch.eye(h, dtype=torch.float64) + scale * 0.7 * noise / size
+        return drawn
 
     return draw
 
@@ -175,7 +185,8 @@ def orthogonal(h: int) -> Group:
         return out
 
     def draw(copies: int, scale: float, generator: torch.Generator | None) -> Tensor:
-        return torch.linalg.qr(_gauss(copies, h, scale, generator))[0]
+        turned: Tensor = torch.linalg.qr(_gauss(copies, h, scale, generator))[0]
+        return turned
 
     return Group.make(f"O({h})", h, h * (h - 1) // 2, basis, draw)
 
@@ -252,9 +263,9 @@ def rotary(h: int, pairs: Sequence[tuple[int, int]], rest: Sequence[int] = ()) -
 
     def basis() -> Tensor:
         out = torch.zeros(r + k * k, h, h, dtype=torch.float64)
-        for index, (i, j) in enumerate(pairs):
-            out[2 * index, i, i] = out[2 * index, j, j] = 0.5**0.5
-            out[2 * index + 1, i, j], out[2 * index + 1, j, i] = 0.5**0.5, -(0.5**0.5)
+        for at, (i, j) in enumerate(pairs):
+            out[2 * at, i, i] = out[2 * at, j, j] = 0.5**0.5
+            out[2 * at + 1, i, j], out[2 * at + 1, j, i] = 0.5**0.5, -(0.5**0.5)
         row = torch.tensor(list(rest), dtype=torch.long)
         index = torch.arange(k * k)
         out[r + index, row.repeat_interleave(k), row.repeat(k)] = 1.0
@@ -344,7 +355,9 @@ def _name(h: int, clusters: list[list[int]], found: Found) -> Group:
     off = {key for key in found if key[0] != key[1]}
     single = [i for i, c in enumerate(clusters) if len(c) == 1]
     pairs = [i for i, c in enumerate(clusters) if len(c) == 2]
-    rotated = all(found[i, i].shape[0] == 2 and (i, j) not in off for i in pairs for j in range(len(clusters)) if j != i)
+    rotated = all(
+        found[i, i].shape[0] == 2 and (i, j) not in off for i in pairs for j in range(len(clusters)) if j != i
+    )
     whole = all((i, j) in found for i in single for j in single)
     if len(single) == h and whole:
         return general_linear(h)

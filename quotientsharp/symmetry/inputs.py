@@ -31,7 +31,9 @@ def read_inputs(model: nn.Module, example_inputs: Any) -> Inputs:
     if example_inputs is None:
         made = make_inputs(model)
         if made is None:
-            raise ValueError(f"find_symmetries needs example_inputs for {type(model).__name__}: a tensor, a tuple or a dict.")
+            raise ValueError(
+                f"find_symmetries needs example_inputs for {type(model).__name__}: a tensor, a tuple or a dict."
+            )
         return made
     if isinstance(example_inputs, Mapping):
         return (), _without_cache(model, dict(example_inputs))
@@ -43,7 +45,7 @@ def read_inputs(model: nn.Module, example_inputs: Any) -> Inputs:
 
 
 def _signature(model: nn.Module) -> set[str]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return set(inspect.signature(base.forward).parameters)
 
 
@@ -73,7 +75,9 @@ def make_inputs(model: nn.Module) -> Inputs | None:
 
 def _setting(config: Any, *names: str) -> Any:
     """First setting that is there, also in the configurations inside."""
-    inner = [getattr(config, name, None) for name in ("text_config", "vision_config", "audio_config", "encoder", "decoder")]
+    inner = [
+        getattr(config, name, None) for name in ("text_config", "vision_config", "audio_config", "encoder", "decoder")
+    ]
     for part in (config, *(c for c in inner if c is not None)):
         for name in names:
             value = getattr(part, name, None)
@@ -96,7 +100,9 @@ def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> I
         text = text and hasattr(config, "text_config")
     if "input_features" in takes:
         length = 2 * int(_setting(config, "max_source_positions") or 100)
-        kwargs["input_features"] = torch.randn(1, int(_setting(config, "num_mel_bins") or 80), length, generator=generator)
+        kwargs["input_features"] = torch.randn(
+            1, int(_setting(config, "num_mel_bins") or 80), length, generator=generator
+        )
     if "input_values" in takes and _setting(config, "conv_stride") is not None:
         strides, kernels = _setting(config, "conv_stride"), _setting(config, "conv_kernel")
         length = math.prod(strides) * 64 + sum(kernels) * 2

@@ -22,7 +22,7 @@ class Unclear(Exception):
 
 @dataclass
 class Head:
-    """How one head depends on the channels of one projection: ``R[s]`` maps channels to the head's axes at position s."""
+    """How one head depends on the channels of a projection: ``R[s]`` maps channels to the head at position s."""
 
     channels: tuple[int, ...]
     R: Tensor
@@ -143,7 +143,12 @@ def _color(touched: Tensor) -> Tensor:
 
 
 def offset_elements(
-    graph: Graph, route: Route, target: fx.Node, offset: fx.Node, arrange: Callable[[Tensor], Tensor], frames: list[Head]
+    graph: Graph,
+    route: Route,
+    target: fx.Node,
+    offset: fx.Node,
+    arrange: Callable[[Tensor], Tensor],
+    frames: list[Head],
 ) -> tuple[str, list[Tensor]]:
     """Elements of a parameter that is added on the way, per head as rows ``(rows, channels)`` in the order of the head.
 
@@ -200,7 +205,7 @@ def _match(moved: Tensor, frame: Head, at: list[int], ordered: Tensor, order: Te
         if bool((ordered[place] - values).abs().max() > 1e-8):
             raise Unclear("what is added to it are not elements of one parameter")
         rows.append(order[place])
-    return torch.stack(rows).unique(dim=0) if rows else torch.zeros(0, len(frame.channels), dtype=torch.long)
+    return torch.unique(torch.stack(rows), dim=0) if rows else torch.zeros(0, len(frame.channels), dtype=torch.long)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from .contractions import Elements, Projection, parse, trace
 from .graph import Graph
 from .groups import Group, commutant, diagonal, general_linear, orthogonal, rescaling, scalar
-from .maps import Head, Unclear, heads, offset_channels, offset_elements, spread, wires
-from .walk import Route, Walker, aten, base_name
+from .maps import Head, Unclear, heads, offset_channels, offset_elements, wires
+from .walk import Route, Walker, base_name, since_split
 
 Id = tuple[str, int]
 """A channel: parameter name and flat index of its first element. Shared weights have one identity."""
@@ -212,7 +212,9 @@ class Proposer:
                         if len(element):
                             self._parts.join(ids[channel], name, element[:, i])
             sides.append(side)
-        note = "it is divided by a length of its own between projection and score" if any(r.bent for r in routes) else ""
+        note = (
+            "it is divided by a length of its own between projection and score" if any(r.bent for r in routes) else ""
+        )
         edges = []
         for a, (left_ids, left_maps) in enumerate(sides[0]):
             for b, (right_ids, right_maps) in enumerate(sides[1]):
@@ -220,7 +222,9 @@ class Proposer:
                     if (id(left), id(right)) not in self._met:
                         self._met[id(left), id(right)] = _between(left, right)
                     M = self._met[id(left), id(right)]
-                    edges.append(_edge((node.name, a, b, where), left_ids, right_ids, left, right, M, (label, note, sure)))
+                    edges.append(
+                        _edge((node.name, a, b, where), left_ids, right_ids, left, right, M, (label, note, sure))
+                    )
         return edges
 
     def _heads(
@@ -272,7 +276,9 @@ class Proposer:
             value = found.second if weights[0] else found.first
         if isinstance(value, fx.Node) and value in self.graph.on_parameters and not self.walker.routes(value):
             blockers = self.walker.blockers(value)
-            self._refuse(self._label(node, [value]), "vo", f"{blockers} between projection and values cannot be followed")
+            self._refuse(
+                self._label(node, [value]), "vo", f"{blockers} between projection and values cannot be followed"
+            )
 
     def _from_softmax(self, node: fx.Node) -> bool:
         """Whether a softmax lies within a few operators before."""
@@ -311,7 +317,7 @@ class Proposer:
     def _alone(self, route: Route, reader: Projection) -> bool:
         """Whether nobody else reads what is on the way: a residual stream is no pair."""
         inside = {node for node, _ in route.inputs} | {reader.node}
-        nodes = {*route.sources, *(node for node, _ in route.inputs)}
+        nodes = since_split(route)
         return all(user in inside or "_assert" in str(user.target) for node in nodes for user in node.users)
 
     def _chain(self, route: Route, reader: Projection) -> None:
@@ -392,9 +398,14 @@ class Proposer:
             self._add_chain("rescaling", starts, reads, ids, columns, [rescaling(positive=route.positive)])
 
     def _add_chain(
-        self, kind: str, starts: list[tuple[int, ...]], reads: list[list[list[int]]], ids: list[Id], columns: Elements,
+        self,
+        kind: str,
+        starts: Sequence[tuple[int, ...]],
+        reads: list[list[list[int]]],
+        ids: list[Id],
+        columns: Elements,
         names: list[Group],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add one unit of several copies; every copy is read equally often."""
         shape = (len(starts), len(starts[0]))
         left = self._parts.parts([ids[c] for start in starts for c in start])
@@ -418,14 +429,17 @@ class Proposer:
         """A product of two parameters, entry by entry: a diagonal net."""
         if base_name(node) != "mul" or len(node.args) < 2 or not all(self.graph.is_weight(a) for a in node.args[:2]):
             return
-        views = [trace(self.graph, a) for a in node.args[:2]]  # type: ignore[arg-type]
-        if isinstance(views[0], str) or isinstance(views[1], str) or views[0][0] == views[1][0]:
+        first, second = (trace(self.graph, a) for a in node.args[:2])  # type: ignore[arg-type]
+        if isinstance(first, str) or isinstance(second, str):
             return
-        (left, (a, shape, steps)), (right, (b, other, others)) = views
-        if shape != other:
+        (left, (a, shape, steps)), (right, (b, other, others)) = first, second
+        if shape != other or left == right:
             return
         zero = torch.zeros(1, dtype=torch.long)
-        parts = [Part(left, a + _flat(shape, steps)[:, None], zero), Part(right, b + _flat(shape, others)[:, None], zero)]
+        parts = [
+            Part(left, a + _flat(shape, steps)[:, None], zero),
+            Part(right, b + _flat(shape, others)[:, None], zero),
+        ]
         self.units.append(Unit("rescaling", parts[:1], parts[1:], [rescaling(positive=False)]))
 
     # -- words ------------------------------------------------------------------------------------------------------
@@ -439,7 +453,7 @@ class Proposer:
         """A name for a place: what the nearest projections' parameters have in common."""
         names = []
         for start in near:
-            stack, seen = [start], set()
+            stack, seen = [start], set[fx.Node]()
             while stack and len(seen) < 200:
                 current = stack.pop()
                 if current in seen:
@@ -647,9 +661,9 @@ def _score_unit(
             for edge in neighbors[node]:
                 rows = [edge.left.index(c) for c in orders[node]]
                 columns = [edge.right.index(c) for c in orders[1, frozenset(edge.right)]]
-                key = (id(edge.M), tuple(rows), tuple(edge.columns[columns].tolist()))
-                if key not in matrices:
-                    matrices[key] = edge.between(rows, columns)
+                entry = (id(edge.M), tuple(rows), tuple(edge.columns[columns].tolist()))
+                if entry not in matrices:
+                    matrices[entry] = edge.between(rows, columns)
     factors: list[list[Part]] = [[], []]
     for node in sorted(component, key=lambda item: sorted(item[1])):
         found = parts.parts(orders[node])

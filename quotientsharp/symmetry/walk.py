@@ -1,8 +1,9 @@
 """Walks back from a tensor to the projections it depends on linearly.
 
-Every operator on the way is linear in the operand that is followed, the others being held fixed: a view, a sum, a product
-with something else, a mix of values by attention. Operators that scale with their operand (ReLU) or divide it by its own
-length are followed too and noted, since they leave a smaller group. Whatever else stands in the way ends the walk.
+Every operator on the way is linear in the operand that is followed, the others being held fixed: a view, a sum, a
+product with something else, a mix of values by attention. Operators that scale with their operand (ReLU) or divide it
+by its own length are followed too and noted, since they leave a smaller group. Whatever else stands in the way ends the
+walk.
 """
 
 from __future__ import annotations
@@ -21,14 +22,76 @@ from .graph import Graph
 aten = torch.ops.aten
 
 SHAPES = {
-    "view", "reshape", "_unsafe_view", "transpose", "permute", "t", "mT", "unsqueeze", "squeeze", "expand", "expand_as",
-    "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "contiguous", "clone", "alias", "detach", "to",
-    "_to_copy", "type_as", "flatten", "unflatten", "narrow", "index", "index_select", "gather", "roll", "flip", "movedim",
-    "swapaxes", "swapdims", "repeat", "repeat_interleave", "dropout", "feature_dropout", "lift_fresh", "lift_fresh_copy",
-    "neg", "sum", "mean", "cumsum", "view_as_complex", "view_as_real", "numpy_T", "matrix_H", "float", "double",
-    "constant_pad_nd", "pad", "unfold", "im2col", "view_as", "reshape_as", "adjoint", "tensor_split", "masked_fill",
-    "as_strided", "diagonal", "ravel", "unsafe_split", "unsafe_chunk", "native_dropout", "imag", "real", "conj",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "transpose",
+    "permute",
+    "t",
+    "mT",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "expand_as",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "contiguous",
+    "clone",
+    "alias",
+    "detach",
+    "to",
+    "_to_copy",
+    "type_as",
+    "flatten",
+    "unflatten",
+    "narrow",
+    "index",
+    "index_select",
+    "gather",
+    "roll",
+    "flip",
+    "movedim",
+    "swapaxes",
+    "swapdims",
+    "repeat",
+    "repeat_interleave",
+    "dropout",
+    "feature_dropout",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "neg",
+    "sum",
+    "mean",
+    "cumsum",
+    "view_as_complex",
+    "view_as_real",
+    "numpy_T",
+    "matrix_H",
+    "float",
+    "double",
+    "constant_pad_nd",
+    "pad",
+    "unfold",
+    "im2col",
+    "view_as",
+    "reshape_as",
+    "adjoint",
+    "tensor_split",
+    "masked_fill",
+    "as_strided",
+    "diagonal",
+    "ravel",
+    "unsafe_split",
+    "unsafe_chunk",
+    "native_dropout",
+    "imag",
+    "real",
+    "conj",
+}
 """Operators that are linear in their first argument."""
 
 HOMOGENEOUS = {"relu", "leaky_relu", "prelu", "relu_", "leaky_relu_", "max_pool1d", "max_pool2d", "abs"}
@@ -155,7 +218,7 @@ class Walker:
             for other in node.all_input_nodes:
                 reach |= self.graph.ancestors(other) if other is not source else set()
             for route in self._routes.get(source, []):
-                bent = bool(reach & _since_split(route))
+                bent = bool(reach & since_split(route))
                 routes.append(_extend(route, node, (source,), bent=bent, **notes))
         return routes[:WIDTH]
 
@@ -192,7 +255,7 @@ class Walker:
             Their names, for a sentence.
         """
         names: list[str] = []
-        stack, seen = [node], set()
+        stack, seen = [node], set[fx.Node]()
         while stack:
             current = stack.pop()
             if current in seen or current not in self.graph.on_inputs or self.projection(current) is not None:
@@ -223,8 +286,15 @@ def base_name(node: fx.Node) -> str:
     return str(packet).split(".")[-1] if packet is not None else getattr(node.target, "__name__", str(node.target))
 
 
-def _since_split(route: Route) -> set[fx.Node]:
-    """Nodes of a route after its channels were last taken apart: what depends on these depends on the same channels."""
+def since_split(route: Route) -> set[fx.Node]:
+    """Nodes of a route after its channels were last taken apart: what depends on these depends on the same channels.
+
+    Args:
+        route: The route.
+
+    Returns:
+        The nodes, the sources among them if nothing was taken apart.
+    """
     found: set[fx.Node] = set()
     for node, _ in reversed(route.inputs):
         found.add(node)
@@ -293,7 +363,7 @@ def run(graph: Graph, route: Route, target: fx.Node, leaves: dict[fx.Node, Tenso
 
 def _out_of_place(node: fx.Node, value_of: Any) -> Any:
     """Run an in-place operator on a copy, so that the probes do not see each other."""
-    args = list(fx.node.map_arg(node.args, value_of))
+    args: list[Any] = list(fx.node.map_arg(node.args, value_of))
     args[0] = args[0].clone()
     return node.target(*args, **fx.node.map_arg(node.kwargs, value_of))  # type: ignore[operator]
 

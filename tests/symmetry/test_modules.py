@@ -87,7 +87,9 @@ def test_relu_layers_share_no_parameter_element() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
     torch.manual_seed(0)
     found = find_symmetries(model)
-    assert [(b.copies, b.parameters, b.group.positive) for b in found] == [(16, ("0.weight", "0.bias", "2.weight"), True)]
+    assert [(b.copies, b.parameters, b.group.positive) for b in found] == [
+        (16, ("0.weight", "0.bias", "2.weight"), True)
+    ]
     assert len(found.refused) == 1 and "2.weight" in found.refused[0][1]
 
 
@@ -138,7 +140,10 @@ class Learned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.latent, self.attention = nn.Parameter(torch.randn(1, 6, 16)), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.latent, self.attention = (
+            nn.Parameter(torch.randn(1, 6, 16)),
+            nn.MultiheadAttention(16, 4, batch_first=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.attention(self.latent.expand(x.shape[0], -1, -1), x, x)[0]

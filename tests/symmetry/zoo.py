@@ -12,24 +12,54 @@ import transformers as tf
 from torch import nn
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "max_position_embeddings": 128,
-}  # fmt: skip
+}
 GROUPED = {**TEXT, "num_key_value_heads": 2}
 IMAGE: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
     "patch_size": 4,
-}  # fmt: skip
+}
 BART: dict[str, Any] = {
-    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-}  # fmt: skip
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 SOUND: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "conv_dim": (16, 16), "conv_stride": (3, 2), "conv_kernel": (4, 3), "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2,
-}  # fmt: skip
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "conv_dim": (16, 16),
+    "conv_stride": (3, 2),
+    "conv_kernel": (4, 3),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "num_feat_extract_layers": 2,
+}
+GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 Row = tuple[str, str, str, int, tuple[str, ...]]
 
@@ -47,12 +77,21 @@ def units(copies: int, *names: str) -> Row:
 
 
 def attention(
-    prefix: str, names: str, *, qk_bias: str = "both", v_bias: bool = True, group: str = "GL(8)", copies: int = 4, style: str = "",
+    prefix: str,
+    names: str,
+    *,
+    qk_bias: str = "both",
+    v_bias: bool = True,
+    group: str = "GL(8)",
+    copies: int = 4,
+    style: str = "",
     value: str = "GL(8)",
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Both rows of an attention with four separate layers."""
     q, k, v, o = (f"{prefix}{name}" for name in names.split())
-    score = [f"{q}.weight"] + [f"{q}.bias"] * (qk_bias != "none") + [f"{k}.weight"] + [f"{k}.bias"] * (qk_bias == "both")
+    score = (
+        [f"{q}.weight"] + [f"{q}.bias"] * (qk_bias != "none") + [f"{k}.weight"] + [f"{k}.bias"] * (qk_bias == "both")
+    )
     mixed = [f"{v}.weight"] + [f"{v}.bias"] * v_bias + [f"{o}.weight"]
     return [qk(group, copies, *score, style=style), vo(value, copies, *mixed)]
 
@@ -67,12 +106,17 @@ LLAMA = [
     *attention("layers.{}.self_attn.", PROJ, qk_bias="none", v_bias=False, group="R(8)", copies=2, style="half"),
     gated("layers.{}.mlp"),
 ]
-NORMED = [vo("GL(8)", 2, "layers.{}.self_attn.v_proj.weight", "layers.{}.self_attn.o_proj.weight"), gated("layers.{}.mlp")]
+NORMED = [
+    vo("GL(8)", 2, "layers.{}.self_attn.v_proj.weight", "layers.{}.self_attn.o_proj.weight"),
+    gated("layers.{}.mlp"),
+]
 OUT = "q_proj k_proj v_proj out_proj"
 
 
 def _t5(gate: str) -> tuple[type, Any]:
-    return tf.T5Model, tf.T5Config(vocab_size=64, d_model=32, d_kv=6, num_heads=4, d_ff=48, num_layers=2, feed_forward_proj=gate)
+    return tf.T5Model, tf.T5Config(
+        vocab_size=64, d_model=32, d_kv=6, num_heads=4, d_ff=48, num_layers=2, feed_forward_proj=gate
+    )
 
 
 def _t5_rows(up: str) -> list[Row]:
@@ -103,50 +147,112 @@ FULL: dict[str, tuple[tuple[type, Any], list[Row]]] = {
     "roberta": ((tf.RobertaModel, tf.RobertaConfig(**TEXT)), BERT),
     "electra": ((tf.ElectraModel, tf.ElectraConfig(**TEXT, embedding_size=16)), BERT),
     "distilbert": (
-        (tf.DistilBertModel, tf.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=48, n_layers=2, n_heads=4,
-                                                 max_position_embeddings=128)),
+        (
+            tf.DistilBertModel,
+            tf.DistilBertConfig(
+                vocab_size=64, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=128
+            ),
+        ),
         attention("transformer.layer.{}.attention.", "q_lin k_lin v_lin out_lin"),
     ),
     "mpnet": ((tf.MPNetModel, tf.MPNetConfig(**TEXT)), attention("encoder.layer.{}.attention.attn.", "q k v o")),
     "gpt2": (
         (tf.GPT2Model, tf.GPT2Config(**GPT2)),
-        [qk("GL(8)", 4, "h.{}.attn.c_attn.weight", "h.{}.attn.c_attn.bias"),
-         vo("GL(8)", 4, "h.{}.attn.c_attn.weight", "h.{}.attn.c_attn.bias", "h.{}.attn.c_proj.weight")],
+        [
+            qk("GL(8)", 4, "h.{}.attn.c_attn.weight", "h.{}.attn.c_attn.bias"),
+            vo("GL(8)", 4, "h.{}.attn.c_attn.weight", "h.{}.attn.c_attn.bias", "h.{}.attn.c_proj.weight"),
+        ],
     ),
     "gpt_neo": (
-        (tf.GPTNeoModel, tf.GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=16,
-                                         attention_types=[[["global", "local"], 1]], max_position_embeddings=128)),
+        (
+            tf.GPTNeoModel,
+            tf.GPTNeoConfig(
+                vocab_size=64,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                window_size=16,
+                attention_types=[[["global", "local"], 1]],
+                max_position_embeddings=128,
+            ),
+        ),
         attention("h.{}.attn.attention.", OUT, qk_bias="none", v_bias=False),
     ),
     "opt": (
-        (tf.OPTModel, tf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
-                                   max_position_embeddings=128, word_embed_proj_dim=32)),
-        [*attention("decoder.layers.{}.self_attn.", OUT),
-         units(48, *(f"decoder.layers.{{}}.{n}" for n in ("fc1.weight", "fc1.bias", "fc2.weight")))],
+        (
+            tf.OPTModel,
+            tf.OPTConfig(
+                vocab_size=64,
+                hidden_size=32,
+                ffn_dim=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=128,
+                word_embed_proj_dim=32,
+            ),
+        ),
+        [
+            *attention("decoder.layers.{}.self_attn.", OUT),
+            units(48, *(f"decoder.layers.{{}}.{n}" for n in ("fc1.weight", "fc1.bias", "fc2.weight"))),
+        ],
     ),
     "bart": ((tf.BartModel, tf.BartConfig(**BART, max_position_embeddings=128)), _three()),
     "whisper": (
-        (tf.WhisperModel, tf.WhisperConfig(**BART, num_mel_bins=8, max_source_positions=60, max_target_positions=64,
-                                           pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)),
+        (
+            tf.WhisperModel,
+            tf.WhisperConfig(
+                **BART,
+                num_mel_bins=8,
+                max_source_positions=60,
+                max_target_positions=64,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                decoder_start_token_id=1,
+            ),
+        ),
         _three("query"),
     ),
     "t5": (_t5("relu"), _t5_rows("wi")),
     "t5_gated": (_t5("gated-gelu"), _t5_rows("wi_1")),
     "gpt_neox": (
         (tf.GPTNeoXModel, tf.GPTNeoXConfig(**{**TEXT, "hidden_size": 64}, rotary_pct=0.25)),
-        [qk("R(4) x GL(12)", 4, *(f"layers.{{}}.attention.query_key_value.{n}" for n in ("weight", "bias")), style="half"),
-         vo("GL(16)", 4, *(f"layers.{{}}.attention.{n}" for n in ("query_key_value.weight", "query_key_value.bias",
-                                                                   "dense.weight")))],
+        [
+            qk(
+                "R(4) x GL(12)",
+                4,
+                *(f"layers.{{}}.attention.query_key_value.{n}" for n in ("weight", "bias")),
+                style="half",
+            ),
+            vo(
+                "GL(16)",
+                4,
+                *(
+                    f"layers.{{}}.attention.{n}"
+                    for n in ("query_key_value.weight", "query_key_value.bias", "dense.weight")
+                ),
+            ),
+        ],
     ),
     "gptj": (
         (tf.GPTJModel, tf.GPTJConfig(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=128, rotary_dim=8)),
-        attention("h.{}.attn.", OUT, qk_bias="none", v_bias=False, group="R(8) x GL(8)", style="interleaved", value="GL(16)"),
+        attention(
+            "h.{}.attn.", OUT, qk_bias="none", v_bias=False, group="R(8) x GL(8)", style="interleaved", value="GL(16)"
+        ),
     ),
     "bloom": (
         (tf.BloomModel, tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
-        [qk("GL(8)", 4, *(f"h.{{}}.self_attention.query_key_value.{n}" for n in ("weight", "bias"))),
-         vo("GL(8)", 4, *(f"h.{{}}.self_attention.{n}" for n in ("query_key_value.weight", "query_key_value.bias",
-                                                                  "dense.weight")))],
+        [
+            qk("GL(8)", 4, *(f"h.{{}}.self_attention.query_key_value.{n}" for n in ("weight", "bias"))),
+            vo(
+                "GL(8)",
+                4,
+                *(
+                    f"h.{{}}.self_attention.{n}"
+                    for n in ("query_key_value.weight", "query_key_value.bias", "dense.weight")
+                ),
+            ),
+        ],
     ),
     "llama": (_grouped("Llama"), LLAMA),
     "mistral": (_grouped("Mistral"), LLAMA),
@@ -161,22 +267,31 @@ FULL: dict[str, tuple[tuple[type, Any], list[Row]]] = {
     "gemma3": (_grouped("Gemma3Text", head_dim=8), NORMED),
     "esm_rotary": (
         (tf.EsmModel, tf.EsmConfig(**TEXT, position_embedding_type="rotary", pad_token_id=1)),
-        attention("encoder.layer.{}.attention.", "self.query self.key self.value output.dense", group="R(8)", style="half"),
+        attention(
+            "encoder.layer.{}.attention.", "self.query self.key self.value output.dense", group="R(8)", style="half"
+        ),
     ),
     "esm_absolute": ((tf.EsmModel, tf.EsmConfig(**TEXT, position_embedding_type="absolute", pad_token_id=1)), BERT),
     "vit": ((tf.ViTModel, tf.ViTConfig(**IMAGE)), VIT),
     "deit": ((tf.DeiTModel, tf.DeiTConfig(**IMAGE)), VIT),
     "beit": ((tf.BeitModel, tf.BeitConfig(**IMAGE)), attention("layers.{}.attention.", PROJ, qk_bias="query")),
     "dinov2": (
-        (tf.Dinov2Model, tf.Dinov2Config(hidden_size=32, mlp_ratio=2, num_hidden_layers=2, num_attention_heads=4,
-                                         image_size=32, patch_size=4)),
+        (
+            tf.Dinov2Model,
+            tf.Dinov2Config(
+                hidden_size=32, mlp_ratio=2, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=4
+            ),
+        ),
         attention("encoder.layer.{}.attention.", PROJ),
     ),
-    "clip_text": ((tf.CLIPTextModel, tf.CLIPTextConfig(**TEXT, eos_token_id=3)), attention("encoder.layers.{}.self_attn.", OUT)),
+    "clip_text": (
+        (tf.CLIPTextModel, tf.CLIPTextConfig(**TEXT, eos_token_id=3)),
+        attention("encoder.layers.{}.self_attn.", OUT),
+    ),
     "siglip_text": ((tf.SiglipTextModel, tf.SiglipTextConfig(**TEXT)), attention("encoder.layers.{}.self_attn.", OUT)),
     "wav2vec2": ((tf.Wav2Vec2Model, tf.Wav2Vec2Config(**SOUND)), attention("encoder.layers.{}.attention.", OUT)),
     "hubert": ((tf.HubertModel, tf.HubertConfig(**SOUND)), attention("encoder.layers.{}.attention.", OUT)),
-}  # fmt: skip
+}
 
 
 def build(name: str) -> nn.Module:
