@@ -184,8 +184,9 @@ def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
     """Find the parameter symmetries of a model and check them numerically.
 
     The model is exported and its attention, gated and ReLU units and adapters are read off the graph, no matter how
-    they are named or packed. A block is accepted only if moving a perturbed float64 copy of the model along the orbit leaves
-    its output as it is; what is not accepted is listed in ``refused`` with the reason. The model itself is not changed.
+    they are named or packed. A block is accepted only if moving a perturbed float64 copy of the model along the orbit
+    leaves its output as it is; what is not accepted is listed in ``refused`` with the reason. The model itself is not
+    changed.
 
     Args:
         model: A PyTorch model. On the meta device the check is skipped, and the blocks say so.

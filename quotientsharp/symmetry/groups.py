@@ -294,7 +294,7 @@ def _style(pairs: Sequence[tuple[int, int]]) -> str:
     return "half" if len({j - i for i, j in ordered}) == 1 else "paired"
 
 
-def commutant(matrices: Tensor, tolerance: float = 1e-8) -> Group | None:
+def commutant(matrices: Tensor, tolerance: float = 1e-11) -> Group | None:
     """Largest group of invertible matrices that commute with all given ones.
 
     Channels that no matrix connects are looked at one pair of clusters at a time, so the cost is small even at h = 256.
@@ -342,12 +342,21 @@ def _intertwiners(matrices: Tensor, clusters: list[list[int]], tolerance: float)
             eye_p, eye_q = torch.eye(p, dtype=A.dtype), torch.eye(q, dtype=A.dtype)
             left = torch.einsum("abtij,kl->abtikjl", A, eye_q).reshape(len(first), 1, -1, p * q, p * q)
             right = torch.einsum("ij,abtkl->abtiljk", eye_p, B).reshape(1, len(second), -1, p * q, p * q)
-            gram = torch.einsum("abtij,abtik->abjk", left - right, left - right)
-            values, vectors = torch.linalg.eigh(gram)
-            zero = values < tolerance**2 * matrices.shape[0] * p * q
+            # Singular values of the equations themselves: their squares would hide slow frequencies.
+            values, vectors = _null((left - right).flatten(2, 3))
+            values = torch.nn.functional.pad(values, (0, p * q - values.shape[-1]))
+            zero = values < tolerance * (matrices.shape[0] * p * q) ** 0.5
             for x, y in zero.any(-1).nonzero().tolist():
-                found[first[x], second[y]] = vectors[x, y][:, zero[x, y]].T.reshape(-1, p, q)
+                found[first[x], second[y]] = vectors[x, y][zero[x, y]].reshape(-1, p, q)
     return found
+
+
+def _null(equations: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values and right vectors; a QR factorization first keeps the left ones small."""
+    if equations.shape[-2] > equations.shape[-1]:
+        equations = torch.linalg.qr(equations, mode="r")[1]
+    _, values, vectors = torch.linalg.svd(equations, full_matrices=True)
+    return values, vectors
 
 
 def _name(h: int, clusters: list[list[int]], found: Found) -> Group:

@@ -561,7 +561,7 @@ def _edge(
     size = min(M.shape[0], M.shape[1])
     match = M[range(size), range(size)].mean(0)
     order = match.abs().argmax(1)
-    clear = match.abs() > 1e-8 * match.abs().max()
+    clear = match.abs() > 1e-11 * match.abs().max()
     if len(set(order.tolist())) != len(order) or bool((clear.sum(1) != 1).any()):
         order = torch.arange(len(order))
     if not bool(M.abs().max() > 0):

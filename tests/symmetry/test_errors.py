@@ -28,7 +28,7 @@ def test_inputs_that_do_not_fit() -> None:
 
 
 def test_inputs_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="needs example_inputs for Attention"):
+    with pytest.raises(ValueError, match=r"needs example_inputs for Attention"):
         find_symmetries(breakers.Attention())
     with pytest.raises(ValueError, match="must be a tensor, a tuple or a dict, not int"):
         find_symmetries(breakers.Attention(), 3)
