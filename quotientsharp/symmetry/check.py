@@ -171,11 +171,15 @@ class Probe:
         Returns:
             The tensors.
         """
-        with quiet(), torch.set_grad_enabled(grad), Double():
-            try:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # tensors that the model makes itself must not be narrower
+        try:
+            with quiet(), torch.set_grad_enabled(grad), Double():
                 return tensors(self.model(*self.args, **self.kwargs))
-            except Exception as error:
-                raise ValueError(f"example_inputs do not fit {self.name}: {first_line(error)}") from error
+        except Exception as error:
+            raise ValueError(f"example_inputs do not fit {self.name}: {first_line(error)}") from error
+        finally:
+            torch.set_default_dtype(default)
 
     def gradients(self, count: int = 2, seed: int = 1) -> list[dict[str, Tensor]]:
         """Gradients of random combinations of the outputs.

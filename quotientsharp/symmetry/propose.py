@@ -141,6 +141,10 @@ class Proposer:
             if reader is not None:
                 self._read(reader)
             self._product(node)
+            if "grouped_mm" in base_name(node):
+                weights = [a for a in node.args if isinstance(a, fx.Node) and self.graph.is_weight(a)]
+                names = [self.graph.parameters[n] for a in weights for n in self.graph.ancestors(a) if n in self.graph.parameters]
+                self._refuse(common_prefix(names), "rescaling", "products grouped by expert are not followed")
         self.units = _score_units(edges, self._parts, self.refused) + self.units
         return self.units, self.refused
 

@@ -23,6 +23,10 @@ aten = torch.ops.aten
 
 SHAPES = {
     "view",
+    "broadcast_to",
+    "tile",
+    "squeeze_",
+    "unsqueeze_",
     "reshape",
     "_unsafe_view",
     "transpose",
