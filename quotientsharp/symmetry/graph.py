@@ -101,6 +101,7 @@ class Graph:
                 program = torch.export.export(model, args, kwargs=kwargs, strict=False)
             except Exception as error:
                 raise ExportError(f"{type(model).__name__} cannot be exported: {first_line(error)}") from error
+            program = _without_mutation(program)
         self.module = program.graph_module
         self.nodes: list[fx.Node] = list(program.graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
@@ -140,7 +141,7 @@ class Graph:
         """Everything that depends on the given nodes."""
         reached = set(start)
         for node in self.nodes:
-            if any(source in reached for source in node.all_input_nodes):
+            if _name(node) not in FRESH and any(source in reached for source in node.all_input_nodes):
                 reached.add(node)
         return reached
 
@@ -264,6 +265,12 @@ def apply(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     if "_assert" in str(target):
         return None
+    if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        return args[0].reshape(args[1])  # strides of a float64 kernel may differ from those that were exported
+    if target == torch.ops.aten.copy.default:  # has no derivative
+        return args[1].expand(args[0].shape)
+    if "new_empty" in str(target) or "empty_like" in str(target):
+        return torch.zeros_like(target(*args, **{key: wide(value) for key, value in kwargs.items()}))
     args = torch.utils._pytree.tree_map(wide, args)
     kwargs = {key: wide(value) for key, value in kwargs.items()}
     if _is_wrapper(target):
@@ -288,6 +295,24 @@ class _Wide(fx.Interpreter):
             Its value.
         """
         return apply(target, args, dict(kwargs))
+
+
+FRESH = {"new_empty", "empty_like", "new_zeros", "zeros_like", "new_full", "full_like", "new_ones", "ones_like"}
+"""Operators that take the shape of a tensor and not its values."""
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "overloadpacket", "")).split(".")[-1]
+
+
+def _without_mutation(program: Any) -> Any:
+    """Replace operators that write into a tensor by ones that return a new one, where there are any."""
+    if not any(_name(node) in ("copy_", "index_put_", "fill_", "masked_fill_") for node in program.graph.nodes):
+        return program
+    try:
+        return program.run_decompositions({})
+    except Exception:  # the graph stays readable as it is, only less of it can be followed
+        return program
 
 
 def first_line(error: BaseException) -> str:

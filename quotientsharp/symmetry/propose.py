@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from .contractions import Elements, Projection, parse, trace
-from .graph import Graph
+from .graph import Graph, first_line
 from .groups import Group, commutant, diagonal, general_linear, orthogonal, rescaling, scalar
 from .maps import Head, Unclear, heads, offset_channels, offset_elements, wires
 from .walk import Route, Walker, base_name, since_split
+
+PROBING = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError)
+"""What an operator may raise on a probe that it was not made for: a reason to refuse, not to fail."""
 
 Id = tuple[str, int]
 """A channel: parameter name and flat index of its first element. Shared weights have one identity."""
@@ -123,7 +126,7 @@ class Proposer:
         self.refused: list[Refusal] = []
         self._parts = _Parts()
         self._cache: dict[object, list[Head]] = {}
-        self._met: dict[tuple[int, int], Tensor] = {}
+        self._met: dict[tuple[int, int], Meeting] = {}
 
     def propose(self) -> tuple[list[Unit], list[Refusal]]:
         """Collect everything.
@@ -143,7 +146,12 @@ class Proposer:
             self._product(node)
             if "grouped_mm" in base_name(node):
                 weights = [a for a in node.args if isinstance(a, fx.Node) and self.graph.is_weight(a)]
-                names = [self.graph.parameters[n] for a in weights for n in self.graph.ancestors(a) if n in self.graph.parameters]
+                names = [
+                    self.graph.parameters[n]
+                    for a in weights
+                    for n in self.graph.ancestors(a)
+                    if n in self.graph.parameters
+                ]
                 self._refuse(common_prefix(names), "rescaling", "products grouped by expert are not followed")
         self.units = _score_units(edges, self._parts, self.refused) + self.units
         return self.units, self.refused
@@ -188,6 +196,8 @@ class Proposer:
                     return self._edges(node, operands, (left, right), label, sure=certain)
                 except Unclear as error:
                     problem = problem or str(error)
+                except PROBING as error:
+                    problem = problem or f"its graph cannot be probed ({first_line(error)})"
         if certain:
             self._refuse(label, "qk", problem)
         return []
@@ -225,7 +235,9 @@ class Proposer:
                 for where, left, right in _distinct(left_maps, right_maps):
                     if (id(left), id(right)) not in self._met:
                         self._met[id(left), id(right)] = _between(left, right)
-                    M = self._met[id(left), id(right)]
+                    left, right, M = self._met[id(left), id(right)]
+                    if not len(left.channels):
+                        continue
                     edges.append(
                         _edge((node.name, a, b, where), left_ids, right_ids, left, right, M, (label, note, sure))
                     )
@@ -315,6 +327,8 @@ class Proposer:
                 done |= set(route.sources)
             except Unclear as error:
                 problem = problem or (str(error) if attention or route.degree > 1 else "")
+            except PROBING as error:
+                problem = problem or f"its graph cannot be probed ({first_line(error)})"
         if problem and not done:
             self._refuse(label, "vo" if "value" in problem or "mixes" in problem else "rescaling", problem)
 
@@ -550,11 +564,24 @@ def _distinct(left: list[Head], right: list[Head]) -> Iterable[tuple[int, Head, 
             yield index, a, b
 
 
-def _between(left: Head, right: Head) -> Tensor:
-    """What stands between the channels of two sides of a head, ``(positions, positions, channels, channels)``."""
-    if len(left.channels) != len(right.channels):
+Meeting = tuple[Head, Head, Tensor]
+
+
+def _between(left: Head, right: Head) -> Meeting:
+    """What stands between two sides of a head, ``(positions, positions, channels, channels)``, where they meet.
+
+    A side may have channels that only meet another projection, as keys whose rotated part all heads share.
+    """
+    M = torch.einsum("sih,tjh->stij", left.R, right.R)
+    met = M.abs().amax((0, 1)) > 1e-11 * M.abs().max()
+    rows, columns = met.any(1).nonzero()[:, 0], met.any(0).nonzero()[:, 0]
+    if len(rows) != len(columns):
         raise Unclear("queries and keys of a head have different numbers of channels")
-    return torch.einsum("sih,tjh->stij", left.R, right.R)
+    if len(rows) < M.shape[2] or len(columns) < M.shape[3]:
+        left = Head(tuple(left.channels[i] for i in rows.tolist()), left.R[:, rows])
+        right = Head(tuple(right.channels[i] for i in columns.tolist()), right.R[:, columns])
+        M = M[:, :, rows][..., columns]
+    return left, right, M
 
 
 def _edge(

@@ -180,6 +180,10 @@ class Walker:
             return self._sum(node, [a for a in args[0] if isinstance(a, fx.Node)])  # type: ignore[union-attr]
         if name in ("baddbmm", "addmm"):
             return []
+        if name in ("slice_scatter", "select_scatter"):
+            return self._sum(node, [a for a in args[:2] if isinstance(a, fx.Node)])
+        if name == "copy":
+            return self._pass(node, args[1])
         if name == "where":
             return self._sum(node, [a for a in args[1:] if isinstance(a, fx.Node)])
         return self._factor(node, name)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from quotientsharp.manifolds import GLQuotient, RescalingQuotient
 from torch import nn
 
-from quotientsharp.manifolds import GLQuotient, RescalingQuotient
 from quotientsharp.symmetry import Symmetries, find_symmetries
 from quotientsharp.symmetry.groups import commutant, diagonal, general_linear, orthogonal, rescaling, rotary, scalar
 

@@ -63,6 +63,45 @@ def test_cross_attention_of_gpt2() -> None:
     assert [(b.kind, b.group, b.copies) for b in cross] == [("qk", "GL(8)", 4)] * 2 + [("vo", "GL(8)", 4)] * 2
 
 
+def test_latent_attention_with_a_rotated_key_that_all_heads_share() -> None:
+    torch.manual_seed(0)
+    config = tf.DeepseekV3Config(
+        **{**zoo.TEXT, "num_hidden_layers": 1},
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    found = find_symmetries(tf.DeepseekV3Model(config))
+    place = "layers.0.self_attn."
+    assert [(b.kind, str(b.group), b.copies, b.parameters) for b in found[:3]] == [
+        ("qk", "GL(8)", 4, (place + "q_b_proj.weight", place + "kv_b_proj.weight")),
+        ("qk", "R(4)", 1, (place + "q_b_proj.weight", place + "kv_a_proj_with_mqa.weight")),
+        ("vo", "GL(8)", 4, (place + "kv_b_proj.weight", place + "o_proj.weight")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "group", "style"),
+    [
+        ("Phi", {"partial_rotary_factor": 0.5}, "R(4) x GL(4)", "half"),
+        ("Cohere", {}, "R(8)", "interleaved"),
+        ("Glm", {"head_dim": 8, "pad_token_id": 0}, "R(4) x GL(4)", "interleaved"),
+        ("Olmo", {"clip_qkv": 0.1}, "", ""),
+        ("Olmo2", {}, "", ""),
+    ],
+)
+def test_architectures_beyond_the_census(name: str, options: dict[str, object], group: str, style: str) -> None:
+    torch.manual_seed(0)
+    found = find_symmetries(getattr(tf, f"{name}Model")(getattr(tf, f"{name}Config")(**zoo.GROUPED, **options)))
+    scores = [(str(b.group), b.group.style, b.copies) for b in found if b.kind == "qk"]
+    assert scores == ([(group, style, 2)] * 2 if group else [])
+    assert sum(place.endswith("qk") for place, _ in found.refused) == (0 if group else 2)
+
+
 def test_windows_of_swin() -> None:
     torch.manual_seed(0)
     config = tf.SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
