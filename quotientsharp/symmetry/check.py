@@ -181,10 +181,11 @@ class Probe:
         finally:
             torch.set_default_dtype(default)
 
-    def gradients(self, count: int = 2, seed: int = 1) -> list[dict[str, Tensor]]:
+    def gradients(self, wanted: Iterable[str], count: int = 2, seed: int = 1) -> list[dict[str, Tensor]]:
         """Gradients of random combinations of the outputs.
 
         Args:
+            wanted: Names of the parameters.
             count: How many combinations.
             seed: Seed of their coefficients.
 
@@ -193,7 +194,9 @@ class Probe:
         """
         generator = torch.Generator().manual_seed(seed)
         outputs = [t for t in self.run(grad=True) if t.requires_grad]
-        names = [name for name, p in self.parameters.items() if p.requires_grad]
+        names = [name for name in dict.fromkeys(wanted) if self.parameters[name].requires_grad]
+        if not names or not outputs:
+            return []
         result = []
         for index in range(count):
             weights = []

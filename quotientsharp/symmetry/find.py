@@ -344,7 +344,8 @@ def _apart(pieces: list[Piece]) -> bool:
 
 def _accept(probe: Probe, blocks: list[Block], units_groups: dict[str, str]) -> tuple[list[Block], list[Refusal]]:
     """Keep what the numeric check confirms, with the largest group that holds."""
-    gradients = probe.gradients(2 if sum(p.numel() for p in probe.parameters.values()) < 20_000_000 else 1)
+    wanted = [name for block in blocks for name in block.parameters]
+    gradients = probe.gradients(wanted, 2 if sum(p.numel() for p in probe.parameters.values()) < 20_000_000 else 1)
     parameters = {name: p.detach() for name, p in probe.parameters.items()}
     kept: list[Block] = []
     refused: list[Refusal] = []

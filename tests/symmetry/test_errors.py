@@ -80,8 +80,8 @@ def test_meta_device() -> None:
     with torch.device("meta"):
         model = tf.LlamaForCausalLM(
             tf.LlamaConfig(
-                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-                num_key_value_heads=8, max_position_embeddings=8192,
+                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
+                num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
             )
         )  # fmt: skip
     found = find_symmetries(model)
@@ -126,7 +126,7 @@ def test_command_line_factory(tmp_path: Path) -> None:
         "from torch import nn\ndef make():\n    return nn.TransformerEncoderLayer(16, 4, 32)\n"
     )
     run = subprocess.run(
-        [sys.executable, "-m", "quotientsharp", "symmetries", "mine:make"], cwd=tmp_path, capture_output=True, text=True,
-        check=True,
+        [sys.executable, "-m", "quotientsharp", "symmetries", "mine:make"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "self_attn.qk" in run.stdout and "Rescaling c > 0" in run.stdout
