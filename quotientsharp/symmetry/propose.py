@@ -686,15 +686,14 @@ def _score_unit(
             own, other = (edge.left, edge.right) if node[0] == 0 else (edge.right, edge.left)
             partner = dict(zip(own, other, strict=True))
             orders.setdefault((1 - node[0], frozenset(other)), [partner[c] for c in orders[node]])
-    matrices: dict[object, Tensor] = {}
+    meetings: dict[object, tuple[_Edge, list[int], list[int]]] = {}
     for node in component:
         if node[0] == 0:
             for edge in neighbors[node]:
                 rows = [edge.left.index(c) for c in orders[node]]
                 columns = [edge.right.index(c) for c in orders[1, frozenset(edge.right)]]
                 entry = (id(edge.M), tuple(rows), tuple(edge.columns[columns].tolist()))
-                if entry not in matrices:
-                    matrices[entry] = edge.between(rows, columns)
+                meetings.setdefault(entry, (edge, rows, columns))
     factors: list[list[Part]] = [[], []]
     for node in sorted(component, key=lambda item: sorted(item[1])):
         found = parts.parts(orders[node])
@@ -703,9 +702,10 @@ def _score_unit(
         factors[node[0]] += found
     h = len(root[1])
     note = next((edge.note for edge in neighbors[root] if edge.note), "")
-    key = tuple(matrices)
-    if key not in known:
-        known[key] = commutant(torch.cat([_thin(M, len(matrices)) for M in matrices.values()]))
+    key = tuple(meetings)
+    if key not in known:  # equal layers share what stands between
+        thinned = [_thin(edge.between(rows, columns), len(meetings)) for edge, rows, columns in meetings.values()]
+        known[key] = commutant(torch.cat(thinned))
     largest = known[key]
     candidates = [largest] if largest is not None else []
     candidates += [g for g in (orthogonal(h), diagonal(h), scalar(h)) if g.dim and g not in candidates]
