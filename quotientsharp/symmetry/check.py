@@ -92,17 +92,37 @@ def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     return worst
 
 
-def perturb_(model: nn.Module, scale: float, generator: torch.Generator) -> None:
+def position_tables(model: nn.Module) -> frozenset[str]:
+    """Frozen parameters that hold sines and cosines of positions: constants that some models store as parameters.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their names. Every row of such a table has the squared length d / 2.
+    """
+    found = []
+    for name, p in model.named_parameters():
+        if p.requires_grad or p.is_meta or p.ndim != 2 or p.shape[0] < 8 or p.shape[1] % 2 or not p.is_floating_point():
+            continue
+        squares = p.detach().double().square().sum(1)
+        if bool((squares - p.shape[1] / 2).abs().max() < 1e-3 * p.shape[1]):
+            found.append(name)
+    return frozenset(found)
+
+
+def perturb_(model: nn.Module, scale: float, generator: torch.Generator, fixed: frozenset[str] = frozenset()) -> None:
     """Move every parameter away from its initialization, where scales are one and biases zero.
 
     Args:
         model: The model, changed in place.
         scale: How far.
         generator: Source of randomness.
+        fixed: Names of parameters that are constants.
     """
     with torch.no_grad():
-        for p in model.parameters():
-            if not p.is_floating_point():
+        for name, p in model.named_parameters():
+            if not p.is_floating_point() or name in fixed:
                 continue
             noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
             if p.ndim >= 2:
@@ -121,12 +141,22 @@ class Probe:
         args: Positional inputs.
         kwargs: Keyword inputs.
         seed: Seed of the perturbation.
+        fixed: Names of parameters that are constants and stay as they are.
+        scale: How far to perturb; less is tried where the output is not finite.
 
     Raises:
         ValueError: If the inputs do not fit the model, the model is not deterministic, or its output is not finite.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: int = 0,
+        fixed: frozenset[str] = frozenset(),
+        scale: float = 1.0,
+    ) -> None:
         self.name = type(model).__name__
         self.args, self.kwargs = (torch.utils._pytree.tree_map(_to_double, value) for value in (args, kwargs))
         self.model = self._copy(model)
@@ -139,10 +169,10 @@ class Probe:
             )
         if not any(t.is_floating_point() for t in plain):
             raise ValueError(f"{self.name} returns no floating-point tensor, so nothing can be checked.")
-        for scale in (1.0, 0.3, 0.1):
-            if scale < 1.0:
+        for factor in (1.0, 0.3, 0.1):
+            if factor < 1.0:
                 self.model = self._copy(model)
-            perturb_(self.model, scale, torch.Generator().manual_seed(seed))
+            perturb_(self.model, factor * scale, torch.Generator().manual_seed(seed), fixed)
             self.output = self.run()
             if any(bool(t.isfinite().any()) for t in self.output if t.is_floating_point()) and self._sane():
                 break

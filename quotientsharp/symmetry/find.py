@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Block, Piece, Stack, parameters_of, stacked
-from .check import SLOPE, TOLERANCE, Probe, Slopes, slopes
+from .check import SLOPE, TOLERANCE, Probe, Slopes, position_tables, slopes
 from .graph import ExportError, Graph
 from .inputs import read_inputs
+from .names import propose_by_name
 from .propose import Part, Proposer, Refusal, Unit, common_prefix
 
 ORDER = ("lora", "qk", "vo", "rescaling", "linear")
@@ -115,7 +116,8 @@ class Symmetries(Sequence[Block]):
         Raises:
             ValueError: If a block is no symmetry of the model.
         """
-        probe = Probe(model, *read_inputs(model, example_inputs), seed=seed + 7)
+        fixed = position_tables(model)
+        probe = Probe(model, *read_inputs(model, example_inputs), seed=seed + 7, fixed=fixed)
         generator = torch.Generator().manual_seed(seed)
         errors = {}
         for block in self:
@@ -203,13 +205,14 @@ def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     total = sum(p.numel() for p in model.parameters())
     args, kwargs = read_inputs(model, example_inputs)
+    fixed = position_tables(model)
     training = {module: module.training for module in model.modules()}
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         model.eval()
         for p in frozen:
             p.requires_grad_(True)
-        return _find(model, args, kwargs, total)
+        return _find(model, args, kwargs, total, fixed)
     finally:
         for p in frozen:
             p.requires_grad_(False)
@@ -217,30 +220,47 @@ def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
             module.training = mode
 
 
-def _find(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], total: int) -> Symmetries:
+def _find(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], total: int, fixed: frozenset[str]
+) -> Symmetries:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     move = lambda v: v.to(device) if isinstance(v, Tensor) else v  # noqa: E731
     placed_args, placed_kwargs = (torch.utils._pytree.tree_map(move, v) for v in (args, kwargs))
-    probe = None if device.type == "meta" else Probe(model, args, kwargs)
-    note = ""
+    probe = None if device.type == "meta" else Probe(model, args, kwargs, fixed=fixed)
+    note, proposer = "", None
     try:
-        graph = Graph(model, placed_args, placed_kwargs, (args, kwargs))
-        units, refused = Proposer(graph).propose()
+        graph = Graph(model, placed_args, placed_kwargs, (args, kwargs), fixed)
+        proposer = Proposer(graph)
+        units, refused = proposer.propose()
     except ExportError as error:
-        from .names import propose_by_name
-
         units, refused = propose_by_name(model)
         note = f"{error} Blocks were proposed from module names instead."
     blocks, notes, overlaps = _blocks(units, dict(model.named_parameters()))
     refused = [*refused, *overlaps]
     if probe is None:
-        kept = [b for b in blocks if not notes[b.name]]
-        refused += [
-            (b.name, f"{notes[b.name]}, which cannot be checked on the meta device") for b in blocks if notes[b.name]
-        ]
-        return Symmetries(kept, refused, total, "Numeric check skipped: the model is on the meta device.")
-    kept, more = _accept(probe, blocks, units_groups=notes)
-    return Symmetries(kept, [*refused, *more], total, note)
+        return _unchecked(blocks, notes, refused, total, proposer)
+    kept, more = _accept(probe, blocks, notes)
+    refused += more
+    if note and kept:  # no graph was seen: larger weights show a clip that rests at the usual ones
+        kept, more = _one_by_one(Probe(model, args, kwargs, 3, fixed, 30.0), kept, torch.Generator().manual_seed(12))
+        refused += more
+    return Symmetries(kept, refused, total, note)
+
+
+def _unchecked(
+    blocks: list[Block], notes: dict[str, str], refused: list[Refusal], total: int, proposer: Proposer | None
+) -> Symmetries:
+    """Without weights only what the graph alone vouches for is proposed."""
+    kept: list[Block] = []
+    for block in blocks:
+        note = notes[block.name]
+        if proposer is None or (not note and proposer.strays(block.parameters)):
+            note = "its weights are used elsewhere too" if proposer else "it was found by its name alone"
+        if note:
+            refused.append((block.name, f"{note}, which cannot be checked on the meta device"))
+        else:
+            kept.append(block)
+    return Symmetries(kept, refused, total, "Numeric check skipped: the model is on the meta device.")
 
 
 def _blocks(units: list[Unit], parameters: dict[str, Tensor]) -> tuple[list[Block], dict[str, str], list[Refusal]]:
@@ -342,7 +362,7 @@ def _apart(pieces: list[Piece]) -> bool:
     return not bool((same & (channel[1:] - channel[:-1] < length * step)).any())
 
 
-def _accept(probe: Probe, blocks: list[Block], units_groups: dict[str, str]) -> tuple[list[Block], list[Refusal]]:
+def _accept(probe: Probe, blocks: list[Block], notes: dict[str, str]) -> tuple[list[Block], list[Refusal]]:
     """Keep what the numeric check confirms, with the largest group that holds."""
     wanted = [name for block in blocks for name in block.parameters]
     gradients = probe.gradients(wanted, 2 if sum(p.numel() for p in probe.parameters.values()) < 20_000_000 else 1)
@@ -351,7 +371,7 @@ def _accept(probe: Probe, blocks: list[Block], units_groups: dict[str, str]) -> 
     refused: list[Refusal] = []
     for block in blocks:
         found = slopes(block, parameters, gradients)
-        reason = _choose(block, found, units_groups[block.name])
+        reason = _choose(block, found, notes[block.name])
         if reason:
             refused.append((block.name, reason))
         else:

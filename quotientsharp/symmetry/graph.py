@@ -81,6 +81,7 @@ class Graph:
         args: Its positional inputs.
         kwargs: Its keyword inputs.
         values: The inputs on the CPU, where the model itself is on the meta device; the inputs themselves if None.
+        fixed: Names of parameters that are constants.
 
     Attributes:
         nodes: All nodes, in order of execution.
@@ -92,8 +93,14 @@ class Graph:
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], values: tuple[Any, ...] | None = None
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: tuple[Any, ...] | None = None,
+        fixed: frozenset[str] = frozenset(),
     ) -> None:
+        self.fixed = fixed
         # What torch.export prints about a model it refuses is replaced by one sentence.
         hush = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
         with quiet(), torch.enable_grad(), hush[0], hush[1], _silent("torch.fx.experimental.symbolic_shapes"):
@@ -122,7 +129,8 @@ class Graph:
         self._user: list[fx.Node] = []
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
-            if spec.kind == InputKind.PARAMETER and spec.target in every:
+            fixed = spec.kind == InputKind.PARAMETER and canonical.get(id(every.get(spec.target))) in self.fixed
+            if spec.kind == InputKind.PARAMETER and spec.target in every and not fixed:
                 self.parameters[node] = canonical[id(every[spec.target])]
             elif spec.kind == InputKind.USER_INPUT:
                 self._known[node] = _double(flat[len(self._user)])
@@ -336,6 +344,8 @@ def _double(value: Any) -> Any:
     if value.is_meta:
         return value
     value = value.cpu()
+    if value.dtype == torch.complex64:
+        return value.to(torch.complex128)
     return value.double() if value.dtype in LOW else value
 
 

@@ -107,6 +107,9 @@ def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> I
         strides, kernels = _setting(config, "conv_stride"), _setting(config, "conv_kernel")
         length = math.prod(strides) * 64 + sum(kernels) * 2
         kwargs["input_values"] = torch.randn(1, length, generator=generator)
+    elif "input_values" in takes and _setting(config, "num_mel_bins") and _setting(config, "max_length"):
+        length, bins = int(_setting(config, "max_length")), int(_setting(config, "num_mel_bins"))
+        kwargs["input_values"] = torch.randn(1, length, bins, generator=generator)
     if text and not ({"input_features", "input_values"} & set(kwargs)):
         kwargs["input_ids"] = _tokens(config, generator, tokens)
     if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):

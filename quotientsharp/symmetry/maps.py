@@ -93,6 +93,8 @@ def heads(
         One entry per head, in the order of ``arrange``.
     """
     start = arrange(run(graph, route, target, {}))
+    if bool(start.abs().max() > 0):
+        raise Unclear("a constant is added between projection and score")
     touched = _dependence(graph, route, target, projection, arrange)
     colors = _color(touched)
     at = spread(start.shape[1])
@@ -241,6 +243,8 @@ def wires(graph: Graph, route: Route, source: Projection, reader: Projection) ->
     codes = [torch.ones(size, dtype=torch.float64)]
     codes += [torch.rand(size, dtype=torch.float64, generator=generator) + 0.5 for _ in range(2)]
     start = _by_channel(run(graph, route, reader.act, {}), reader)
+    if bool(start.abs().max() > 0):
+        return "a constant is added on the way"
     answers = [
         _by_channel(run(graph, route, reader.act, {source.node: leaf(source, code, weights)}), reader) - start
         for code in codes

@@ -127,6 +127,7 @@ class Proposer:
         self._parts = _Parts()
         self._cache: dict[object, list[Head]] = {}
         self._met: dict[tuple[int, int], Meeting] = {}
+        self._followed: set[fx.Node] = set()
 
     def propose(self) -> tuple[list[Unit], list[Refusal]]:
         """Collect everything.
@@ -226,9 +227,12 @@ class Proposer:
                         if len(element):
                             self._parts.join(ids[channel], name, element[:, i])
             sides.append(side)
-        note = (
-            "it is divided by a length of its own between projection and score" if any(r.bent for r in routes) else ""
-        )
+        for route in routes:
+            self._followed |= {*route.sources, *(inner for inner, _ in route.inputs)}
+        bent = any(route.bent for route in routes)
+        note = "it is divided by a length of its own between projection and score" if bent else ""
+        if not note and any(self._read_elsewhere(route, node) for route in routes):
+            note = "what it makes is read elsewhere too"
         edges = []
         for a, (left_ids, left_maps) in enumerate(sides[0]):
             for b, (right_ids, right_maps) in enumerate(sides[1]):
@@ -318,7 +322,7 @@ class Proposer:
             if (route.bent and not attention) or done & set(route.sources):
                 continue
             label = self._label(reader.node, list(route.sources))
-            if not attention and not self._alone(route, reader):
+            if not attention and self._read_elsewhere(route, reader.node):
                 if route.positive or any(base_name(node) == "mul" for node, _ in route.inputs):
                     self._refuse(label, "rescaling", "what it makes is read elsewhere too")
                 continue
@@ -326,17 +330,18 @@ class Proposer:
                 self._chain(route, reader)
                 done |= set(route.sources)
             except Unclear as error:
-                problem = problem or (str(error) if attention or route.degree > 1 else "")
+                hidden = route.positive or any(base_name(node) == "mul" for node, _ in route.inputs)
+                problem = problem or (str(error) if attention or hidden else "")
             except PROBING as error:
                 problem = problem or f"its graph cannot be probed ({first_line(error)})"
         if problem and not done:
             self._refuse(label, "vo" if "value" in problem or "mixes" in problem else "rescaling", problem)
 
-    def _alone(self, route: Route, reader: Projection) -> bool:
-        """Whether nobody else reads what is on the way: a residual stream is no pair."""
-        inside = {node for node, _ in route.inputs} | {reader.node}
+    def _read_elsewhere(self, route: Route, end: fx.Node) -> bool:
+        """Whether somebody else reads what is on the way, as a residual stream or a gate does."""
+        inside = {node for node, _ in route.inputs} | {end}
         nodes = since_split(route)
-        return all(user in inside or "_assert" in str(user.target) for node in nodes for user in node.users)
+        return any(user not in inside and "_assert" not in str(user.target) for node in nodes for user in node.users)
 
     def _chain(self, route: Route, reader: Projection) -> None:
         if route.degree > 1:
@@ -360,7 +365,7 @@ class Proposer:
             for channel, element in enumerate(rows[0].tolist()):
                 if int(wire.origin[channel]) >= 0 and element >= 0:
                     self._parts.join(ids[int(wire.origin[channel])], name, torch.tensor([element]))
-        self._chain_units(route, first, ids, wire.origin, wire.signature, reader.reader[0])
+        self._chain_units(route, first, ids, wire.origin, wire.signature, reader)
 
     def _several(self, route: Route, chosen: list[Projection], reader: Projection) -> None:
         """Several projections are added before the reader: all of them make the channels together."""
@@ -379,12 +384,13 @@ class Proposer:
             for other in others:
                 for name, start, row in self._parts.elements[other]:
                     self._parts.join(own, name, start + row)
-        self._chain_units(route, chosen[0], joined[0], origin, signature, reader.reader[0])
+        self._chain_units(route, chosen[0], joined[0], origin, signature, reader)
 
     def _chain_units(
-        self, route: Route, source: Projection, ids: list[Id], origin: Tensor, signature: Tensor, columns: Elements
+        self, route: Route, source: Projection, ids: list[Id], origin: Tensor, signature: Tensor, reader: Projection
     ) -> None:
         """Channels with one signature form a unit: a head of values, an adapter, or a single hidden unit."""
+        columns = reader.reader[0]
         live = (origin >= 0).nonzero()[:, 0]
         if not len(live):
             return
@@ -403,13 +409,16 @@ class Proposer:
         if len(flat) != len(set(flat)):
             raise Unclear("heads overlap in the values that they read")
         kind = self._chain_kind(route, source)
+        self._followed |= {reader.node, *route.sources, *(inner for inner, _ in route.inputs)}
+        note = "it is divided by a length of its own between values and output" if route.bent else ""
+        if not note and self._read_elsewhere(route, reader.node):
+            note = "what it makes is read elsewhere too"
         single = {start: read for start, read in classes.items() if len(start) == 1 and kind != "lora"}
         for start, read in classes.items():
             if start not in single:
                 names = [general_linear(len(start)), orthogonal(len(start)), diagonal(len(start)), scalar(len(start))]
                 self._add_chain(kind, [start], [read], ids, columns, names if kind != "lora" else names[:1])
-                if route.bent:
-                    self.units[-1].note = "it is divided by a length of its own between values and output"
+                self.units[-1].note = note
         for count in sorted({len(read) for read in single.values()}):
             starts = [start for start, read in single.items() if len(read) == count]
             reads = [single[start] for start in starts]
@@ -440,6 +449,26 @@ class Proposer:
         if route.mixed:
             return "vo"
         return "lora" if "lora" in source.source[0].name.lower() else "linear"
+
+    def strays(self, names: Iterable[str]) -> bool:
+        """Whether parameters are used at places that no unit accounts for; a numeric check sees this by itself.
+
+        Args:
+            names: Names of the parameters of a block.
+
+        Returns:
+            True if the graph alone cannot vouch for the block.
+        """
+        wanted = set(names)
+        stack = [node for node, name in self.graph.parameters.items() if name in wanted]
+        while stack:
+            for user in stack.pop().users:
+                if user in self._followed:
+                    continue
+                if not self.graph.is_weight(user) or self.walker.projection(user) is not None:
+                    return True
+                stack.append(user)
+        return False
 
     # -- products of two parameters ---------------------------------------------------------------------------------
 

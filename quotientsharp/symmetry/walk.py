@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +108,24 @@ LENGTHS = {"rms_norm", "layer_norm", "native_layer_norm", "_fused_rms_norm"}
 SPLITS = {"getitem", "slice", "select", "narrow", "index", "index_select"}
 """Operators after which a tensor may hold some channels of a packed projection only."""
 
+SWITCHES = {
+    "gt",
+    "lt",
+    "ge",
+    "le",
+    "eq",
+    "ne",
+    "where",
+    "sign",
+    "clamp",
+    "clamp_max",
+    "clip",
+    "minimum",
+    "maximum",
+    "round",
+}
+"""Operators that may do nothing to small numbers and something to large ones."""
+
 WIDTH = 6  # how many ways to choose among factors are kept per node
 
 
@@ -185,7 +204,8 @@ class Walker:
         if name == "copy":
             return self._pass(node, args[1])
         if name == "where":
-            return self._sum(node, [a for a in args[1:] if isinstance(a, fx.Node)])
+            found = self._sum(node, [a for a in args[1:] if isinstance(a, fx.Node)])
+            return [route for route in found if not self._judged(route, args[:1])]
         return self._factor(node, name)
 
     def _factor(self, node: fx.Node, name: str) -> list[Route]:
@@ -214,7 +234,37 @@ class Walker:
     def _pass(self, node: fx.Node, source: Any, **notes: Any) -> list[Route]:
         if not isinstance(source, fx.Node):
             return []
-        return [_extend(route, node, (source,), **notes) for route in self._routes.get(source, [])]
+        metadata = base_name(node) in ("to", "type_as", "expand_as", "view_as", "reshape_as", "broadcast_to")
+        others = [other for other in node.all_input_nodes if other is not source and not metadata]
+        routes = [route for route in self._routes.get(source, []) if not self._judged(route, others)]
+        return [_extend(route, node, (source,), **notes) for route in routes]
+
+    def _judged(self, route: Route, others: Iterable[Any]) -> bool:
+        """Whether a condition or an index depends on the channels it is applied to: a clip, which may rest unseen."""
+        followed = since_split(route)
+        for other in others:
+            if not isinstance(other, fx.Node):
+                continue
+            value = other.meta.get("val")
+            choice = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+            # The same layer may be called once more for the condition: then only its weights tell.
+            if self.graph.ancestors(other) & (followed | self._own(route) if choice else followed):
+                return True
+        return False
+
+    def _own(self, route: Route) -> set[fx.Node]:
+        """Parameters of the projections at the end of a route."""
+        found: set[fx.Node] = set()
+        for source in route.sources:
+            for operand in source.all_input_nodes:
+                if self.graph.is_weight(operand):
+                    found |= {n for n in self.graph.ancestors(operand) if n in self.graph.parameters}
+        return found
+
+    def _switched(self, reach: set[fx.Node], route: Route) -> bool:
+        """Whether a factor depends on its partner through a comparison; no numeric check sees a threshold at rest."""
+        followed = since_split(route)
+        return any(base_name(node) in SWITCHES and self.graph.ancestors(node) & followed for node in reach)
 
     def _choose(self, node: fx.Node, operands: list[fx.Node], **notes: Any) -> list[Route]:
         """Follow one factor; note when the other one depends on it (a norm, or an activation like x * sigmoid(x))."""
@@ -227,7 +277,8 @@ class Walker:
                 reach |= self.graph.ancestors(other) if other is not source else set()
             for route in self._routes.get(source, []):
                 bent = bool(reach & since_split(route))
-                routes.append(_extend(route, node, (source,), bent=bent, **notes))
+                if not (bent and self._switched(reach, route)):
+                    routes.append(_extend(route, node, (source,), bent=bent, **notes))
         return routes[:WIDTH]
 
     def _sum(self, node: fx.Node, terms: list[fx.Node]) -> list[Route]:

@@ -251,6 +251,58 @@ class Diagonal(nn.Module):
         return x @ (self.u * self.v)
 
 
+class RestingClip(Attention):
+    """Clips that do nothing at usual sizes, written in three ways: no numeric check sees them."""
+
+    def query(self, x: Tensor) -> Tensor:
+        return torch.where(x > 1e4, 1e4, x)
+
+    def key(self, x: Tensor) -> Tensor:
+        return x * (x.abs() < 1e4)
+
+    def value(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x > 1e4, 0.0)
+
+
+class RestingGate(Gated):
+    """A gated unit that is clipped at a value it never reaches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * torch.where(self.up(x) < 1e4, self.up(x), 1e4))
+
+
+class ComplexRotary(Attention):
+    """Rotary embedding by complex numbers, on neighboring channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angle = torch.arange(24)[:, None] * 100.0 ** (-torch.arange(H // 2) * 2 / H)
+        self.register_buffer("turn", torch.polar(torch.ones_like(angle), angle))
+
+    def query(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+        return torch.view_as_real(pairs * self.turn).flatten(-2).type_as(x)
+
+    key = query
+
+
+class LinearAttention(Attention):
+    """No softmax, keys and values are multiplied first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        y = q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
+        return self.o(y.transpose(-3, -2).flatten(-2))
+
+
+class ConstantKey(Attention):
+    """A constant is added to the keys."""
+
+    def key(self, x: Tensor) -> Tensor:
+        return x + torch.linspace(-1, 1, H, dtype=x.dtype)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -258,6 +310,18 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + torch.randn(())
+
+
+class UnexportableClip(Attention):
+    """A clip that rests at usual sizes, in a model of which no graph can be had."""
+
+    num_heads = HEADS
+
+    def query(self, x: Tensor) -> Tensor:
+        return x.clamp(-20, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.sum()) > 1e9 else super().forward(x)
 
 
 class Unexportable(Attention):

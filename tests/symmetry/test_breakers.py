@@ -21,16 +21,21 @@ CASES: list[tuple[str, list[tuple[str, str, int]], list[tuple[str, str]]]] = [
     ("RotatedValues", [SCORES], [("vo", "mixes")]),
     ("NormBeforeOutput", [SCORES], [("vo", "length")]),
     ("RelativePositions", [SCORES, VALUES], []),
-    ("LearnedPositionBias", [VALUES], [("qk", "changes the output")]),
+    ("LearnedPositionBias", [VALUES], [("qk", "read elsewhere")]),
+    ("RestingClip", [], [("qk", "cannot be followed"), ("vo", "cannot be followed")]),
+    ("RestingGate", [], []),
+    ("ConstantKey", [VALUES], [("qk", "constant")]),
+    ("ComplexRotary", [("qk", "R(8)", 2), VALUES], []),
+    ("LinearAttention", [VALUES], []),
     ("GatedOutput", [SCORES, ("rescaling", "Rescaling", 16)], []),
     ("GateReadsQuery", [("rescaling", "Rescaling", 16)], [("qk", "changes the output")]),
     ("Scaled", [("qk", "Diagonal(8)", 2), VALUES], []),
     ("Tanh", [VALUES], [("qk", "tanh")]),
     ("SharedQueryKey", [VALUES], [("qk", "both queries and keys")]),
-    ("TwoLayers", [SCORES], [("vo", "shares"), ("vo", "changes the output")]),
+    ("TwoLayers", [SCORES], [("vo", "read elsewhere")]),
     ("Parallel", [SCORES, VALUES, ("rescaling", "Rescaling", 24)], []),
     ("Gated", [("rescaling", "Rescaling", 24)], []),
-    ("ShiftedGate", [], [("rescaling", "changes the output")]),
+    ("ShiftedGate", [], [("rescaling", "constant")]),
     ("ClippedGate", [], []),
     ("SquaredRelu", [], [("rescaling", "1/c^2")]),
     ("ReadTwice", [], [("rescaling", "elsewhere")]),
@@ -67,6 +72,28 @@ def test_what_is_accepted_does_hold(name: str) -> None:
         Symmetries([found[index]], [], 1).move_(model, seed=index)
         for a, b in zip(numeric.tensors(before), numeric.tensors(model(x)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+META = [
+    "GateReadsQuery",
+    "RelativePositions",
+    "LearnedPositionBias",
+    "TwoLayers",
+    "Cosine",
+    "ShiftedGate",
+    "NormBeforeOutput",
+    "ReadTwice",
+]
+
+
+@pytest.mark.parametrize("name", [*META, "Attention", "Parallel"])
+def test_the_meta_device_accepts_no_more_than_the_check(name: str) -> None:
+    checked = {(b.name, str(b.group)) for b in find(name)[1]}
+    with torch.device("meta"):
+        model = getattr(breakers, name)()
+    found = find_symmetries(model, torch.randn(2, 24, 16))
+    assert {(b.name, str(b.group)) for b in found} <= checked
+    assert not any(b.verified for b in found) and (name in META) == bool(found.refused)
 
 
 def test_keys_that_a_later_layer_uses_again_join_its_queries() -> None:

@@ -84,6 +84,12 @@ def test_latent_attention_with_a_rotated_key_that_all_heads_share() -> None:
     ]
 
 
+def test_a_table_of_sines_stored_as_a_parameter_is_a_constant() -> None:
+    torch.manual_seed(0)
+    found = find_symmetries(tf.RoFormerModel(tf.RoFormerConfig(**zoo.TEXT)))
+    assert [(str(b.group), b.group.style) for b in found if b.kind == "qk"] == [("R(8)", "interleaved")] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "options", "group", "style"),
     [

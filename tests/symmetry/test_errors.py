@@ -46,6 +46,12 @@ def test_a_model_that_cannot_be_exported_is_read_by_its_names(capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_clip_that_rests_is_seen_without_a_graph() -> None:
+    torch.manual_seed(0)
+    found = find_symmetries(breakers.UnexportableClip(), torch.randn(2, 24, 16))
+    assert [b.kind for b in found] == ["vo"] and found.refused[0][0] == "qk"
+
+
 class Stubborn(nn.Module):
     """Neither exports nor has usual names."""
 
