@@ -1,0 +1,341 @@
+"""Blocks: a symmetry of a model together with the index maps that read it from the parameters and write it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .groups import Group
+
+State = nn.Module | Mapping[str, Tensor]
+
+
+def parameters_of(state: State) -> Mapping[str, Tensor]:
+    """Parameters of a model by name, or the mapping itself.
+
+    Args:
+        state: A model, or a mapping from parameter names to tensors.
+
+    Returns:
+        The mapping.
+    """
+    return dict(state.named_parameters(remove_duplicate=False)) if isinstance(state, nn.Module) else state
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of the stacked point: element ``channel[copy, j] + row[r]`` of one parameter, flattened.
+
+    Attributes:
+        name: Name of the parameter.
+        channel: Offsets ``(copies, h)``.
+        row: Offsets ``(rows,)``.
+    """
+
+    name: str
+    channel: Tensor
+    row: Tensor
+
+    def index(self, device: torch.device | None = None) -> Tensor:
+        """Flat indices into the parameter.
+
+        Args:
+            device: Where to put them.
+
+        Returns:
+            ``(copies, rows, h)``.
+        """
+        return (self.channel[:, None, :] + self.row[None, :, None]).to(device)
+
+
+@dataclass(eq=False)
+class Block:
+    """Pairs ``(G, H)`` of one place in a model, on which a group acts by ``(G A^-1, H A^T)``.
+
+    Attributes:
+        name: Where it is.
+        kind: ``"qk"``, ``"vo"``, ``"rescaling"``, ``"lora"`` or ``"linear"``.
+        group: The group, a string such as ``"GL(32)"`` that also knows its algebra.
+        pieces: Index maps of the rows of ``G``, then of ``H``.
+        n: Rows of ``G``.
+        verified: Whether a numeric check of the whole model confirmed it.
+        error: Relative change of the output that the check saw.
+    """
+
+    name: str
+    kind: str
+    group: Group
+    pieces: tuple[Piece, ...]
+    n: int
+    verified: bool = False
+    error: float = float("nan")
+    candidates: tuple[Group, ...] = ()
+
+    @property
+    def copies(self) -> int:
+        """How many pairs: heads, groups of heads, hidden units."""
+        return int(self.pieces[0].channel.shape[0])
+
+    @property
+    def h(self) -> int:
+        """Size of the group's matrices."""
+        return int(self.pieces[0].channel.shape[1])
+
+    @property
+    def m(self) -> int:
+        """Rows of ``H``."""
+        return sum(p.row.numel() for p in self.pieces) - self.n
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the group, all copies."""
+        return self.copies * self.group.dim
+
+    @property
+    def size(self) -> int:
+        """Number of parameter elements in the block."""
+        return self.copies * self.h * (self.n + self.m)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, each once, those of ``G`` first."""
+        return tuple(dict.fromkeys(piece.name for piece in self.pieces))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the point."""
+        return (self.copies, self.n + self.m) if self.kind == "rescaling" else (self.copies, self.n + self.m, self.h)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Block({self.name!r}, {self.group}, copies={self.copies}, dim={self.dim}, verified={self.verified})"
+
+    def read(self, state: State) -> Tensor:
+        """The point: rows ``[:n]`` are ``G``, the others ``H``.
+
+        Args:
+            state: A model, or a mapping from parameter names to tensors.
+
+        Returns:
+            A new tensor ``(copies, n + m, h)``, or ``(units, n + m)`` for a rescaling; differentiable.
+        """
+        tensors = parameters_of(state)
+        rows = []
+        for piece in self.pieces:
+            tensor = tensors[piece.name]
+            rows.append(tensor.reshape(-1)[piece.index(tensor.device)])
+        point = torch.cat(rows, 1)
+        return point.squeeze(-1) if self.kind == "rescaling" else point
+
+    def write(self, state: State, point: Tensor) -> dict[str, Tensor]:
+        """New values of the block's parameters, everything outside the block kept.
+
+        Args:
+            state: A model, or a mapping from parameter names to tensors.
+            point: The point, as `read` gives it.
+
+        Returns:
+            New tensors by parameter name; differentiable in the point and in the parameters.
+        """
+        tensors = parameters_of(state)
+        point = self._check(point)
+        new: dict[str, Tensor] = {}
+        start = 0
+        for piece in self.pieces:
+            old = new.get(piece.name, tensors[piece.name])
+            rows = point[:, start : start + piece.row.numel()]
+            start += piece.row.numel()
+            flat = old.reshape(-1).index_put((piece.index(old.device).reshape(-1),), rows.reshape(-1).to(old.dtype))
+            new[piece.name] = flat.reshape(old.shape)
+        return new
+
+    def write_(self, state: nn.Module | MutableMapping[str, Tensor], point: Tensor) -> None:
+        """Write a point into the parameters, in place and bit for bit.
+
+        Args:
+            state: A model, or a mapping from parameter names to tensors.
+            point: The point, as `read` gives it.
+        """
+        tensors = parameters_of(state)
+        with torch.no_grad():
+            for name, value in self.write({name: tensors[name].detach() for name in self.parameters}, point).items():
+                tensors[name].copy_(value)
+
+    def act(self, point: Tensor, A: Tensor) -> Tensor:
+        """Move a point along its orbit.
+
+        Args:
+            point: The point, as `read` gives it.
+            A: Group elements ``(copies, h, h)``; for a rescaling ``(units, 1, 1)`` or ``(units,)``.
+
+        Returns:
+            ``(G A^-1, H A^T)``.
+        """
+        if self.kind == "rescaling":
+            c = A.reshape(-1, 1).to(point)
+            return torch.cat([point[:, : self.n] / c, point[:, self.n :] * c], 1)
+        A = A.to(point)
+        left = torch.linalg.solve(A, point[:, : self.n], left=False)
+        return torch.cat([left, point[:, self.n :] @ A.mT], 1)
+
+    def manifold(self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0) -> Any:
+        """The quotient manifold whose points `read` gives.
+
+        Args:
+            metric: The metric, see `GLQuotient`.
+            retraction: The retraction.
+            relaxation: The invariant relaxation.
+
+        Returns:
+            A `GLQuotient`, a `RescalingQuotient`, or for a smaller group a `SubgroupQuotient`.
+        """
+        from .. import manifolds
+
+        options: dict[str, Any] = {"metric": metric, "retraction": retraction, "relaxation": relaxation}
+        if self.kind == "rescaling":
+            return manifolds.RescalingQuotient(self.n, **options)
+        if self.group.dim == self.h**2:
+            return manifolds.GLQuotient(self.n, **options)
+        subgroup: Any = getattr(manifolds, "SubgroupQuotient")  # noqa: B009
+        return subgroup(self.n, self.group.algebra(), **options)
+
+    def _check(self, point: Tensor) -> Tensor:
+        if tuple(point.shape) != self.shape:
+            raise ValueError(f"The point of {self.name} has shape {self.shape}, not {tuple(point.shape)}.")
+        return point.unsqueeze(-1) if self.kind == "rescaling" else point
+
+
+@dataclass(eq=False)
+class Stack:
+    """Blocks of equal shape and group as one batched tensor, such as the heads of all layers.
+
+    Attributes:
+        blocks: The blocks.
+    """
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def group(self) -> Group:
+        """The common group."""
+        return self.blocks[0].group
+
+    @property
+    def kind(self) -> str:
+        """The common kind."""
+        return self.blocks[0].kind
+
+    @property
+    def n(self) -> int:
+        """Rows of ``G``."""
+        return self.blocks[0].n
+
+    @property
+    def h(self) -> int:
+        """Size of the group's matrices."""
+        return self.blocks[0].h
+
+    @property
+    def copies(self) -> int:
+        """Pairs in all blocks together."""
+        return sum(block.copies for block in self.blocks)
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the group, all copies."""
+        return sum(block.dim for block in self.blocks)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, each once."""
+        return tuple(dict.fromkeys(name for block in self.blocks for name in block.parameters))
+
+    def read(self, state: State) -> Tensor:
+        """The points of all blocks, one after the other.
+
+        Args:
+            state: A model, or a mapping from parameter names to tensors.
+
+        Returns:
+            One batched point.
+        """
+        tensors = parameters_of(state)
+        return torch.cat([block.read(tensors) for block in self.blocks])
+
+    def write(self, state: State, point: Tensor) -> dict[str, Tensor]:
+        """New values of the parameters; see `Block.write`.
+
+        Args:
+            state: A model, or a mapping from parameter names to tensors.
+            point: The batched point.
+
+        Returns:
+            New tensors by parameter name.
+        """
+        tensors = dict(parameters_of(state))
+        new: dict[str, Tensor] = {}
+        for block, part in zip(self.blocks, self._parts(point), strict=True):
+            changed = block.write(tensors, part)
+            tensors.update(changed)
+            new.update(changed)
+        return new
+
+    def write_(self, state: nn.Module | MutableMapping[str, Tensor], point: Tensor) -> None:
+        """Write a batched point into the parameters, in place and bit for bit.
+
+        Args:
+            state: A model, or a mapping from parameter names to tensors.
+            point: The batched point.
+        """
+        for block, part in zip(self.blocks, self._parts(point), strict=True):
+            block.write_(state, part)
+
+    def act(self, point: Tensor, A: Tensor) -> Tensor:
+        """Move a batched point along its orbit.
+
+        Args:
+            point: The batched point.
+            A: Group elements, one per copy.
+
+        Returns:
+            ``(G A^-1, H A^T)``.
+        """
+        return self.blocks[0].act(point, A)
+
+    def manifold(self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0) -> Any:
+        """The quotient manifold of the batched point.
+
+        Args:
+            metric: The metric.
+            retraction: The retraction.
+            relaxation: The invariant relaxation.
+
+        Returns:
+            The manifold, see `Block.manifold`.
+        """
+        return self.blocks[0].manifold(metric, retraction, relaxation)
+
+    def _parts(self, point: Tensor) -> Sequence[Tensor]:
+        if point.shape[0] != self.copies:
+            raise ValueError(f"The stacked point has {self.copies} copies, not {point.shape[0]}.")
+        return list(torch.split(point, [block.copies for block in self.blocks]))
+
+
+def stacked(blocks: Sequence[Block]) -> list[Stack]:
+    """Group blocks of equal shape and group.
+
+    Args:
+        blocks: The blocks.
+
+    Returns:
+        One stack per kind, group and shape.
+    """
+    table: dict[tuple[object, ...], list[Block]] = {}
+    for block in blocks:
+        key = (block.kind, str(block.group), block.group.style, block.group.positive, block.n, block.m, block.h)
+        table.setdefault(key, []).append(block)
+    return [Stack(tuple(members)) for members in table.values()]
