@@ -200,6 +200,9 @@ class Probe:
 
         Returns:
             The tensors.
+
+        Raises:
+            ValueError: If the example inputs do not fit the model.
         """
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)  # tensors that the model makes itself must not be narrower

@@ -73,9 +73,15 @@ class Symmetries(Sequence[Block]):
             style = f" {block.group.style}" if block.group.style else " c > 0" if block.group.positive else ""
             checked = f"{block.error:.0e}" if block.verified else "no"
             names = ", ".join(_short(block.name, name) for name in block.parameters)
-            result.append(
-                (block.name, block.kind, block.group + style, str(block.copies), str(block.dim), names, checked)
-            )
+            result.append((
+                block.name,
+                block.kind,
+                block.group + style,
+                str(block.copies),
+                str(block.dim),
+                names,
+                checked,
+            ))
         return result
 
     def table(self) -> str:

@@ -91,6 +91,9 @@ def heads(
 
     Returns:
         One entry per head, in the order of ``arrange``.
+
+    Raises:
+        Unclear: If the operand is not linear in the projection.
     """
     start = arrange(run(graph, route, target, {}))
     if bool(start.abs().max() > 0):

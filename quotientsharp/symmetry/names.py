@@ -35,7 +35,8 @@ def propose_by_name(model: nn.Module) -> tuple[list[Unit], list[Refusal]]:
         if any(layer is None for layer in layers[:2]) or id(layers[0].weight) in done:  # type: ignore[union-attr]
             continue
         q, k, v, o = layers
-        assert q is not None and k is not None
+        assert q is not None
+        assert k is not None
         done.add(id(q.weight))
         heads = _count(model, module)
         if heads is None or q.out_features % heads or k.out_features % (q.out_features // heads):

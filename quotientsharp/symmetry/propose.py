@@ -379,7 +379,8 @@ class Proposer:
                 raise Unclear("the values that are added do not share their channels")
             origin, signature = wire.origin, wire.signature
             joined.append(self._parts.add(projection))
-        assert origin is not None and signature is not None
+        assert origin is not None
+        assert signature is not None
         for own, *others in zip(*joined, strict=True):
             for other in others:
                 for name, start, row in self._parts.elements[other]:
@@ -597,10 +598,8 @@ Meeting = tuple[Head, Head, Tensor]
 
 
 def _between(left: Head, right: Head) -> Meeting:
-    """What stands between two sides of a head, ``(positions, positions, channels, channels)``, where they meet.
-
-    A side may have channels that only meet another projection, as keys whose rotated part all heads share.
-    """
+    """What stands between two sides of a head, ``(positions, positions, channels, channels)``, where they meet."""
+    # A side may have channels that only meet another projection, as keys whose rotated part all heads share.
     M = torch.einsum("sih,tjh->stij", left.R, right.R)
     met = M.abs().amax((0, 1)) > 1e-11 * M.abs().max()
     rows, columns = met.any(1).nonzero()[:, 0], met.any(0).nonzero()[:, 0]

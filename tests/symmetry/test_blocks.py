@@ -35,7 +35,8 @@ def test_read_and_write_are_exact(cases: dict[str, tuple[nn.Module, Symmetries]]
     state = {n: p.detach().clone() for n, p in model.named_parameters()}
     for block in found:
         point = block.read(model)
-        assert point.shape == block.shape and point.dtype == torch.float32
+        assert point.shape == block.shape
+        assert point.dtype == torch.float32
         noise = torch.randn_like(point)
         changed = dict(state)
         changed.update(block.write(state, noise))
@@ -98,8 +99,10 @@ def test_stacks(cases: dict[str, tuple[nn.Module, Symmetries]]) -> None:
 def test_manifolds(cases: dict[str, tuple[nn.Module, Symmetries]]) -> None:
     model, found = cases["attention"]
     scores, values, units = found
-    assert isinstance(scores.manifold(metric="inv"), GLQuotient) and scores.manifold(metric="inv").metric == "inv"
-    assert isinstance(units.manifold(), RescalingQuotient) and units.manifold().n == units.n == 17
+    assert isinstance(scores.manifold(metric="inv"), GLQuotient)
+    assert scores.manifold(metric="inv").metric == "inv"
+    assert isinstance(units.manifold(), RescalingQuotient)
+    assert units.manifold().n == units.n == 17
     for block in (scores, values, units):
         block.manifold().assert_check_point_on_manifold(block.read(model).double())
         A = block.group.random(block.copies)
@@ -147,12 +150,15 @@ def test_groups() -> None:
         A = group.random(5, generator=torch.Generator().manual_seed(0))
         assert torch.linalg.cond(A).max() < 1e3
         again = copy.deepcopy(group)
-        assert again == group and again.dim == group.dim and again.random(2).shape == (2, group.h, group.h)
+        assert again == group
+        assert again.dim == group.dim
+        assert again.random(2).shape == (2, group.h, group.h)
         L = torch.randn(3, group.h, group.h, dtype=torch.float64)
         flat = basis.flatten(1)
         torch.testing.assert_close(group.project(L).flatten(1), L.flatten(1) @ flat.T @ flat)
     assert [g.style for g in groups[-2:]] == ["half", "interleaved"]
-    assert (rescaling(positive=True).random(50) > 0).all() and (rescaling(positive=False).random(50) < 0).any()
+    assert (rescaling(positive=True).random(50) > 0).all()
+    assert (rescaling(positive=False).random(50) < 0).any()
 
 
 def test_commutant_of_equal_and_different_rotations() -> None:
@@ -164,8 +170,11 @@ def test_commutant_of_equal_and_different_rotations() -> None:
 
     different = commutant(torch.stack([turn([0.1 * t, 0.03 * t]) for t in range(5)]))
     equal = commutant(torch.stack([turn([0.1 * t, 0.1 * t]) for t in range(5)]))
-    assert different == "R(4)" and different.style == "interleaved"
-    assert equal is not None and equal.dim == 8 and equal == "Commutant(8)"
+    assert different == "R(4)"
+    assert different.style == "interleaved"
+    assert equal is not None
+    assert equal.dim == 8
+    assert equal == "Commutant(8)"
     assert commutant(torch.randn(4, 6, 6, dtype=torch.float64)) == "Scalar(6)"
 
 
@@ -199,7 +208,9 @@ def test_minilm() -> None:
     assert [(s.kind, str(s.group), s.copies, tuple(s.read(model).shape)) for s in stacks] == [
         ("qk", "GL(32)", 72, (72, 770, 32)), ("vo", "GL(32)", 72, (72, 769, 32)),
     ]  # fmt: skip
-    assert found.dim == 2 * 72 * 32**2 and all(b.verified for b in found) and not found.refused
+    assert found.dim == 2 * 72 * 32**2
+    assert all(b.verified for b in found)
+    assert not found.refused
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for stack in stacks:
         stack.write_(model, stack.read(model))
@@ -220,5 +231,6 @@ def test_verify_reports_one_error_per_block() -> None:
     x = torch.randn(2, 24, 16)
     found = find_symmetries(model, x)
     errors = found.verify(model, x, seed=3)
-    assert list(errors) == [b.name for b in found] and len(errors) == 3
+    assert list(errors) == [b.name for b in found]
+    assert len(errors) == 3
     assert all(0 < e < 1e-11 for e in errors.values())

@@ -23,7 +23,7 @@ def test_not_deterministic() -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="^example_inputs do not fit Attention: .*[.]$"):
+    with pytest.raises(ValueError, match=r"^example_inputs do not fit Attention: .*[.]$"):
         find_symmetries(breakers.Attention(), torch.randn(2, 24, 17))
 
 
@@ -32,7 +32,7 @@ def test_inputs_are_asked_for() -> None:
         find_symmetries(breakers.Attention())
     with pytest.raises(ValueError, match="must be a tensor, a tuple or a dict, not int"):
         find_symmetries(breakers.Attention(), 3)
-    with pytest.raises(ValueError, match="must be a torch.nn.Module, not int"):
+    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module, not int"):
         find_symmetries(3)  # type: ignore[arg-type]
 
 
@@ -42,14 +42,16 @@ def test_a_model_that_cannot_be_exported_is_read_by_its_names(capfd: pytest.Capt
     assert [(b.kind, str(b.group), b.copies, b.verified) for b in found] == [
         ("qk", "GL(8)", 2, True), ("vo", "GL(8)", 2, True),
     ]  # fmt: skip
-    assert found.note.startswith("Unexportable cannot be exported") and "names" in found.table()
+    assert found.note.startswith("Unexportable cannot be exported")
+    assert "names" in found.table()
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_clip_that_rests_is_seen_without_a_graph() -> None:
     torch.manual_seed(0)
     found = find_symmetries(breakers.UnexportableClip(), torch.randn(2, 24, 16))
-    assert [b.kind for b in found] == ["vo"] and found.refused[0][0] == "qk"
+    assert [b.kind for b in found] == ["vo"]
+    assert found.refused[0][0] == "qk"
 
 
 class Stubborn(nn.Module):
@@ -65,7 +67,8 @@ class Stubborn(nn.Module):
 
 def test_nothing_to_go_by() -> None:
     found = find_symmetries(Stubborn(), torch.randn(3, 4))
-    assert not list(found) and "cannot be exported" in found.refused[0][1]
+    assert not list(found)
+    assert "cannot be exported" in found.refused[0][1]
 
 
 def test_unexportable_rotary_model_gets_the_rotary_group() -> None:
@@ -103,7 +106,8 @@ def test_meta_device_refuses_what_only_a_check_could_tell() -> None:
         model = tf.Qwen3Model(tf.Qwen3Config(**zoo.GROUPED, head_dim=8))
     found = find_symmetries(model)
     assert {b.kind for b in found} == {"vo", "rescaling"}
-    assert all("cannot be checked on the meta device" in reason for _, reason in found.refused) and found.refused
+    assert all("cannot be checked on the meta device" in reason for _, reason in found.refused)
+    assert found.refused
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +115,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     zoo.build("bert").save_pretrained(tmp_path)  # type: ignore[operator]
     assert main(["symmetries", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "encoder.layer.1.attention.self.qk" in text and "GL(8)" in text and "parameters are redundant" in text
+    assert "encoder.layer.1.attention.self.qk" in text
+    assert "GL(8)" in text
+    assert "parameters are redundant" in text
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,10 @@ def test_command_line_mistakes(
     monkeypatch.chdir(tmp_path)
     assert main(["symmetries", name]) == 2
     out, err = capsys.readouterr()
-    assert not out and words in err and err.count("\n") == 1 and "Traceback" not in err
+    assert not out
+    assert words in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
 
 
 def test_command_line_factory(tmp_path: Path) -> None:
@@ -135,4 +144,5 @@ def test_command_line_factory(tmp_path: Path) -> None:
         [sys.executable, "-m", "quotientsharp", "symmetries", "mine:make"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "self_attn.qk" in run.stdout and "Rescaling c > 0" in run.stdout
+    assert "self_attn.qk" in run.stdout
+    assert "Rescaling c > 0" in run.stdout

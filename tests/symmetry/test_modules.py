@@ -67,7 +67,9 @@ def test_frozen_and_training_models_are_left_as_they_were() -> None:
     model.linear1.weight.requires_grad_(False)
     before = {name: p.clone() for name, p in model.named_parameters()}
     assert len(find_symmetries(model)) == 3
-    assert model.training and model.self_attn.training and not model.linear1.weight.requires_grad
+    assert model.training
+    assert model.self_attn.training
+    assert not model.linear1.weight.requires_grad
     assert model.linear2.weight.requires_grad
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
@@ -90,7 +92,8 @@ def test_relu_layers_share_no_parameter_element() -> None:
     assert [(b.copies, b.parameters, b.group.positive) for b in found] == [
         (16, ("0.weight", "0.bias", "2.weight"), True)
     ]
-    assert len(found.refused) == 1 and "2.weight" in found.refused[0][1]
+    assert len(found.refused) == 1
+    assert "2.weight" in found.refused[0][1]
 
 
 def test_gated_units_may_change_sign() -> None:
@@ -132,7 +135,8 @@ def test_adapters() -> None:
         ("GL(3)", 1, 9, tuple(place.format(i, n, x) for x in "AB")) for i in range(2) for n in "qv"
     ]
     assert {b.kind for b in found} == {"lora", "rescaling"}
-    assert all("lora_B" in reason for _, reason in found.refused) and len(found.refused) == 4
+    assert all("lora_B" in reason for _, reason in found.refused)
+    assert len(found.refused) == 4
 
 
 class Learned(nn.Module):
