@@ -93,7 +93,7 @@ def heads(
         One entry per head, in the order of ``arrange``.
 
     Raises:
-        Unclear: If the operand is not linear in the projection.
+        Unclear: If a constant is added between projection and score.
     """
     start = arrange(run(graph, route, target, {}))
     if bool(start.abs().max() > 0):
