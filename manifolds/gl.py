@@ -200,7 +200,7 @@ def subgroup_field(frame: Frame, algebra: Tensor, x: Pair, u: Pair) -> Tensor:
     images = (gram_g @ algebra @ weight_g + weight_h @ algebra @ gram_h).flatten(-2)
     flat = algebra.flatten(-2)
     right = frame.weight_h @ _gram(frame, u[1], x[1]) - _gram(frame, x[0], u[0]) @ frame.weight_g
-    weights = torch.linalg.solve(flat @ images.mT, flat @ right.flatten(-2).unsqueeze(-1))
+    weights: Tensor = torch.linalg.solve(flat @ images.mT, flat @ right.flatten(-2).unsqueeze(-1))
     return (weights.unsqueeze(-1) * algebra).sum(-3)
 
 
