@@ -160,6 +160,10 @@ class Walker:
     _routes: dict[fx.Node, list[Route]] = field(default_factory=dict)
     _projections: dict[fx.Node, Projection | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Note the operators that compare."""
+        self._switches = {node for node in self.graph.nodes if base_name(node) in SWITCHES}
+
     def projection(self, node: fx.Node) -> Projection | None:
         """The node as a projection, remembered.
 
@@ -236,7 +240,8 @@ class Walker:
             return []
         metadata = base_name(node) in ("to", "type_as", "expand_as", "view_as", "reshape_as", "broadcast_to")
         others = [other for other in node.all_input_nodes if other is not source and not metadata]
-        routes = [route for route in self._routes.get(source, []) if not self._judged(route, others)]
+        routes = self._routes.get(source, [])
+        routes = [route for route in routes if not self._judged(route, others)] if others else routes
         return [_extend(route, node, (source,), **notes) for route in routes]
 
     def _judged(self, route: Route, others: Iterable[Any]) -> bool:
@@ -263,8 +268,9 @@ class Walker:
 
     def _switched(self, reach: set[fx.Node], route: Route) -> bool:
         """Whether a factor depends on its partner through a comparison; no numeric check sees a threshold at rest."""
-        followed = since_split(route)
-        return any(base_name(node) in SWITCHES and self.graph.ancestors(node) & followed for node in reach)
+        switches = reach & self._switches
+        followed = since_split(route) if switches else set()
+        return any(self.graph.ancestors(node) & followed for node in switches)
 
     def _choose(self, node: fx.Node, operands: list[fx.Node], **notes: Any) -> list[Route]:
         """Follow one factor; note when the other one depends on it (a norm, or an activation like x * sigmoid(x))."""

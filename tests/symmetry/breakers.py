@@ -264,6 +264,13 @@ class RestingClip(Attention):
         return x.masked_fill(x > 1e4, 0.0)
 
 
+class RestingMask(Attention):
+    """The same for the keys alone: a product with a comparison."""
+
+    def key(self, x: Tensor) -> Tensor:
+        return x * (x.abs() < 1e4)
+
+
 class RestingGate(Gated):
     """A gated unit that is clipped at a value it never reaches."""
 

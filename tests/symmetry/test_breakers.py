@@ -23,6 +23,7 @@ CASES: list[tuple[str, list[tuple[str, str, int]], list[tuple[str, str]]]] = [
     ("RelativePositions", [SCORES, VALUES], []),
     ("LearnedPositionBias", [VALUES], [("qk", "read elsewhere")]),
     ("RestingClip", [], [("qk", "cannot be followed"), ("vo", "cannot be followed")]),
+    ("RestingMask", [VALUES], [("qk", "cannot be followed")]),
     ("RestingGate", [], []),
     ("ConstantKey", [VALUES], [("qk", "constant")]),
     ("ComplexRotary", [("qk", "R(8)", 2), VALUES], []),
