@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..manifolds import GLQuotient, RescalingQuotient, SubgroupQuotient
 from .groups import Group
 
 State = nn.Module | Mapping[str, Tensor]
@@ -182,7 +183,9 @@ class Block:
         left = torch.linalg.solve(A, point[:, : self.n], left=False)
         return torch.cat([left, point[:, self.n :] @ A.mT], 1)
 
-    def manifold(self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0) -> Any:
+    def manifold(
+        self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0
+    ) -> GLQuotient | RescalingQuotient:
         """The quotient manifold whose points `read` gives.
 
         Args:
@@ -193,15 +196,12 @@ class Block:
         Returns:
             A `GLQuotient`, a `RescalingQuotient`, or for a smaller group a `SubgroupQuotient`.
         """
-        from .. import manifolds
-
         options: dict[str, Any] = {"metric": metric, "retraction": retraction, "relaxation": relaxation}
         if self.kind == "rescaling":
-            return manifolds.RescalingQuotient(self.n, **options)
+            return RescalingQuotient(self.n, **options)
         if self.group.dim == self.h**2:
-            return manifolds.GLQuotient(self.n, **options)
-        subgroup: Any = getattr(manifolds, "SubgroupQuotient")  # noqa: B009
-        return subgroup(self.n, self.group.algebra(), **options)
+            return GLQuotient(self.n, **options)
+        return SubgroupQuotient(self.n, self.group.algebra(), **options)
 
     def _check(self, point: Tensor) -> Tensor:
         if tuple(point.shape) != self.shape:
@@ -306,7 +306,9 @@ class Stack:
         """
         return self.blocks[0].act(point, A)
 
-    def manifold(self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0) -> Any:
+    def manifold(
+        self, metric: str | float = "mix", retraction: str = "christoffel", relaxation: float = 0.0
+    ) -> GLQuotient | RescalingQuotient:
         """The quotient manifold of the batched point.
 
         Args:

@@ -317,7 +317,11 @@ class Proposer:
             return
         problem, label = "", ""
         done: set[fx.Node] = set()
-        for route in self.walker.routes(reader.act):
+        routes = self.walker.routes(reader.act)
+        if not routes and self._is_gated(reader.act):
+            reason = f"{self.walker.blockers(reader.act)} inside a gated unit cannot be followed"
+            self._refuse(self._label(reader.node, [reader.act]), "rescaling", reason)
+        for route in routes:
             attention = route.mixed
             if (route.bent and not attention) or done & set(route.sources):
                 continue
@@ -336,6 +340,11 @@ class Proposer:
                 problem = problem or f"its graph cannot be probed ({first_line(error)})"
         if problem and not done:
             self._refuse(label, "vo" if "value" in problem or "mixes" in problem else "rescaling", problem)
+
+    def _is_gated(self, node: fx.Node) -> bool:
+        """Whether a node multiplies two activations, as the hidden layer of a gated unit does."""
+        factors = [arg for arg in node.args if isinstance(arg, fx.Node) and arg in self.graph.on_parameters]
+        return base_name(node) == "mul" and len(factors) == 2
 
     def _read_elsewhere(self, route: Route, end: fx.Node) -> bool:
         """Whether somebody else reads what is on the way, as a residual stream or a gate does."""

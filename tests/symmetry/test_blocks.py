@@ -29,6 +29,32 @@ def cases() -> dict[str, tuple[nn.Module, Symmetries]]:
     return {name: (model, find_symmetries(model)) for name, model in models.items()}
 
 
+@pytest.mark.parametrize("metric", ["inv", "mix"])
+@pytest.mark.parametrize("name", [*PACKED, "attention"])
+def test_the_manifold_removes_the_directions_of_the_group(
+    cases: dict[str, tuple[nn.Module, Symmetries]], name: str, metric: str
+) -> None:
+    """Moving by the block's own group is vertical on its manifold, for GL(h), rotary subgroups and units alike."""
+    model, found = cases[name]
+    for block in found:
+        x = block.read(model).detach().double()
+        x = x + 0.1 * x.std() * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        manifold = block.manifold(metric=metric)
+        step = 1e-6
+        generators = block.group.algebra() if block.kind != "rescaling" else torch.ones(1, 1, 1, dtype=torch.float64)
+        for E in (generators[0], generators[-1], generators.sum(0)):
+            ahead, behind = (
+                torch.linalg.matrix_exp(sign * step * E).expand(block.copies, *E.shape) for sign in (1, -1)
+            )
+            if block.kind == "rescaling":
+                ahead, behind = ahead[:, 0, 0], behind[:, 0, 0]
+            along = (block.act(x, ahead) - block.act(x, behind)) / (2 * step)
+            left = manifold.norm(x, manifold.proju(x, along))
+            assert float((left / manifold.norm(x, along)).max()) < 1e-6
+        other = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        assert float(manifold.norm(x, manifold.proju(x, other)).min()) > 0
+
+
 @pytest.mark.parametrize("name", [*PACKED, "attention"])
 def test_read_and_write_are_exact(cases: dict[str, tuple[nn.Module, Symmetries]], name: str) -> None:
     model, found = cases[name]

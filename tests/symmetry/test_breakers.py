@@ -24,7 +24,7 @@ CASES: list[tuple[str, list[tuple[str, str, int]], list[tuple[str, str]]]] = [
     ("LearnedPositionBias", [VALUES], [("qk", "read elsewhere")]),
     ("RestingClip", [], [("qk", "cannot be followed"), ("vo", "cannot be followed")]),
     ("RestingMask", [VALUES], [("qk", "cannot be followed")]),
-    ("RestingGate", [], []),
+    ("RestingGate", [], [("rescaling", "gated unit")]),
     ("ConstantKey", [VALUES], [("qk", "constant")]),
     ("ComplexRotary", [("qk", "R(8)", 2), VALUES], []),
     ("LinearAttention", [VALUES], []),
@@ -37,7 +37,7 @@ CASES: list[tuple[str, list[tuple[str, str, int]], list[tuple[str, str]]]] = [
     ("Parallel", [SCORES, VALUES, ("rescaling", "Rescaling", 24)], []),
     ("Gated", [("rescaling", "Rescaling", 24)], []),
     ("ShiftedGate", [], [("rescaling", "constant")]),
-    ("ClippedGate", [], []),
+    ("ClippedGate", [], [("rescaling", "gated unit")]),
     ("SquaredRelu", [], [("rescaling", "1/c^2")]),
     ("ReadTwice", [], [("rescaling", "elsewhere")]),
 ]
