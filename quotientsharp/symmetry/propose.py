@@ -343,7 +343,8 @@ class Proposer:
 
     def _is_gated(self, node: fx.Node) -> bool:
         """Whether a node multiplies two activations, as the hidden layer of a gated unit does."""
-        factors = [arg for arg in node.args if isinstance(arg, fx.Node) and arg in self.graph.on_parameters]
+        moving = self.graph.on_parameters, self.graph.on_inputs
+        factors = [arg for arg in node.args if isinstance(arg, fx.Node) and all(arg in nodes for nodes in moving)]
         return base_name(node) == "mul" and len(factors) == 2
 
     def _read_elsewhere(self, route: Route, end: fx.Node) -> bool:

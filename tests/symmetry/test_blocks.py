@@ -46,8 +46,7 @@ def test_the_manifold_removes_the_directions_of_the_group(
             ahead, behind = (
                 torch.linalg.matrix_exp(sign * step * E).expand(block.copies, *E.shape) for sign in (1, -1)
             )
-            if block.kind == "rescaling":
-                ahead, behind = ahead[:, 0, 0], behind[:, 0, 0]
+            ahead, behind = (move[:, 0, 0] if block.kind == "rescaling" else move for move in moves)
             along = (block.act(x, ahead) - block.act(x, behind)) / (2 * step)
             left = manifold.norm(x, manifold.proju(x, along))
             assert float((left / manifold.norm(x, along)).max()) < 1e-6
