@@ -43,9 +43,7 @@ def test_the_manifold_removes_the_directions_of_the_group(
         step = 1e-6
         generators = block.group.algebra() if block.kind != "rescaling" else torch.ones(1, 1, 1, dtype=torch.float64)
         for E in (generators[0], generators[-1], generators.sum(0)):
-            ahead, behind = (
-                torch.linalg.matrix_exp(sign * step * E).expand(block.copies, *E.shape) for sign in (1, -1)
-            )
+            moves = [torch.linalg.matrix_exp(sign * step * E).expand(block.copies, *E.shape) for sign in (1, -1)]
             ahead, behind = (move[:, 0, 0] if block.kind == "rescaling" else move for move in moves)
             along = (block.act(x, ahead) - block.act(x, behind)) / (2 * step)
             left = manifold.norm(x, manifold.proju(x, along))
