@@ -288,3 +288,46 @@ def test_relaxation_is_invariant_and_bounds_the_weights() -> None:
     A = group_element(3, 1000, batch=())
     moved = relaxed.inner(relaxed.act(x, A), relaxed.act_tangent(x, u, A))
     assert float(moved) == pytest.approx(float(relaxed.inner(x, u)), rel=1e-6)
+
+
+@pytest.mark.parametrize("relaxation", [0.0, 0.2])
+def test_nearly_equal_singular_values(relaxation: float) -> None:
+    """Inside the family the Christoffel term is as accurate where singular values almost meet as where they do meet."""
+    manifold = GLQuotient(6, metric=0.3, relaxation=relaxation)
+    s = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64)
+    u = torch.randn(11, 3, generator=generator(1), dtype=torch.float64)
+
+    def bend(values: torch.Tensor) -> torch.Tensor:
+        factors = [torch.eye(size, 3, dtype=torch.float64) * values.sqrt() for size in (6, 5)]
+        return manifold.christoffel(torch.cat(factors), u)
+
+    near = s + torch.tensor([0.0, 1e-13, 0.0], dtype=torch.float64)
+    assert gap(bend(near), bend(s)) < 1e-10
+
+
+@pytest.mark.parametrize("retraction", RETRACTIONS)
+@pytest.mark.parametrize("metric", METRICS)
+def test_transported_vectors_are_horizontal_where_they_arrive(metric: str | float, retraction: str) -> None:
+    manifold = GLQuotient(rows(4), metric=metric, retraction=retraction)
+    x = point(4)
+    u, v = tangent(manifold, x), tangent(manifold, x, 1.0, seed=9)
+    y, moved = manifold.retr_transp(x, u, v)
+    assert torch.equal(y, manifold.retr(x, u))
+    manifold.assert_check_vector_on_tangent(y, moved, atol=1e-11, rtol=1e-11)
+    assert not manifold.check_vector_on_tangent(y, v, atol=1e-4, rtol=1e-4)
+    # A short step hardly changes the vector, a long one changes it by the order of the step.
+    assert 1e-3 < float(manifold.norm(y, moved - v).max()) < 1
+    for name, end in (("transp_follow_retr", y), ("transp_follow_expmap", manifold.expmap(x, u))):
+        assert gap(getattr(manifold, name)(x, u, v), manifold.proju(end, v)) < 1e-12
+
+
+def test_random_points_and_the_origin() -> None:
+    manifold = GLQuotient(200)
+    x = manifold.random((3, 500, 4), dtype=torch.float64, generator=generator(0))
+    assert gap(manifold.singular_values(x), torch.ones(3, 4, dtype=torch.float64)) < 0.5
+    assert torch.equal(manifold.singular_values(manifold.origin(500, 4)), torch.ones(4))
+    assert torch.equal(RescalingQuotient(2).origin((2, 5)), torch.tensor([[1.0, 0, 1, 0, 0]] * 2))
+    u = manifold.random_tangent(x, generator=generator(1))
+    manifold.assert_check_vector_on_tangent(x, u)
+    moved = manifold.act(x, group_element(4, 100, batch=(3,)))
+    assert gap(manifold.norm(moved, manifold.random_tangent(moved, generator=generator(1))), manifold.norm(x, u)) < 1e-8

@@ -73,13 +73,16 @@ def test_invariance_under_the_subgroup_and_bad_gauges(metric: str | float) -> No
     algebra = _rotary(4)
     manifold = SubgroupQuotient(rows(4), algebra, metric=metric, retraction="geodesic")
     # A badly conditioned gauge, then a move inside the subgroup.
-    x = manifold.act(point(4), group_element(4, 1e3))
+    x = manifold.act(point(4), group_element(4, 1e4))
+    assert manifold.at(x).change is not None  # type: ignore[attr-defined]
+    up = manifold.vertical(x, algebra[1])
+    assert float((manifold.norm(x, manifold.proju(x, up)) / manifold.norm(x, up)).max()) < 1e-8
     element = torch.linalg.matrix_exp(torch.einsum("k,kij->ij", torch.linspace(-1, 1, 4, dtype=torch.float64), algebra))
     u = manifold.random_tangent(x, generator=generator(2))
     u = 0.2 * u / manifold.norm(x, u, keepdim=True)
     moved, along = manifold.act(x, element), manifold.act_tangent(x, u, element)
-    assert gap(manifold.proju(moved, along), along) < 1e-8
-    assert gap(manifold.act(manifold.retr(x, u), element), manifold.retr(moved, along)) < 1e-8
+    assert gap(manifold.proju(moved, along), along) < 1e-7
+    assert gap(manifold.act(manifold.retr(x, u), element), manifold.retr(moved, along)) < 1e-7
 
 
 def test_refusals() -> None:
