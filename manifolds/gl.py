@@ -230,7 +230,10 @@ def _symmetric(x: Tensor) -> Tensor:
 
 
 class _Change:
-    """Derivative of the metric in the point, and its adjoint, as maps between h x h matrices."""
+    """Derivative of the metric in the point, and its adjoint, as maps between pairs of symmetric h x h matrices.
+
+    Both are the same map, but for the rank-one term that the largest singular value adds under a relaxation.
+    """
 
     def __init__(self, metric: Metric, frame: Frame) -> None:
         self.metric, self.frame = metric, frame
@@ -239,49 +242,31 @@ class _Change:
             self.p, self.q = metric.kernels(frame.spectrum.s)
 
     def weights(self, gram_g: Tensor, gram_h: Tensor) -> Pair:
-        """Derivatives of ``(K, L)`` for the derivatives of ``(SG, SH)``."""
-        frame = self.frame
-        if self.metric.is_mix:
-            return gram_h, gram_g
-        if self.metric.is_inv:
-            return (
-                -frame.gram_g_inverse @ gram_g @ frame.gram_g_inverse,
-                -frame.gram_h_inverse @ gram_h @ frame.gram_h_inverse,
-            )
-        assert frame.spectrum is not None
-        basis, inverse, s = frame.spectrum
-        on_g, on_h = basis.mT @ gram_g @ basis, inverse @ gram_h @ inverse.mT
-        weight_g, weight_h = self.q * on_h - self.p * on_g, self.q * on_g - self.p * on_h
-        if self.metric.relaxation > 0:
-            top = self._top(on_g + on_h) / 2  # derivative of the largest singular value
-            shift = torch.diag_embed(self.metric.weight_slope(s) * top)
-            weight_g, weight_h = weight_g + shift, weight_h + shift
-        return basis @ weight_g @ basis.mT, inverse.mT @ weight_h @ inverse
+        """Derivatives of the weights ``(K, L)`` for the derivatives of ``(SG, SH)``."""
+        return self._map(gram_g, gram_h, adjoint=False)
 
     def adjoint(self, z_a: Tensor, z_b: Tensor) -> Pair:
         """``(D_G, D_H)`` with ``<z_a, dK> + <z_b, dL> = <D_G, dSG> + <D_H, dSH>`` for symmetric ``z``."""
+        return self._map(z_a, z_b, adjoint=True)
+
+    def _map(self, first: Tensor, second: Tensor, *, adjoint: bool) -> Pair:
         frame = self.frame
         if self.metric.is_mix:
-            return z_b, z_a
+            return second, first
         if self.metric.is_inv:
-            return (
-                -frame.gram_g_inverse @ z_a @ frame.gram_g_inverse,
-                -frame.gram_h_inverse @ z_b @ frame.gram_h_inverse,
-            )
+            inverse_g, inverse_h = frame.gram_g_inverse, frame.gram_h_inverse
+            return -inverse_g @ first @ inverse_g, -inverse_h @ second @ inverse_h
         assert frame.spectrum is not None
         basis, inverse, s = frame.spectrum
-        on_a, on_b = basis.mT @ z_a @ basis, inverse @ z_b @ inverse.mT
-        d_g, d_h = self.q * on_b - self.p * on_a, self.q * on_a - self.p * on_b
+        first, second = basis.mT @ first @ basis, inverse @ second @ inverse.mT
+        new_first, new_second = self.q * second - self.p * first, self.q * first - self.p * second
         if self.metric.relaxation > 0:
-            trace = (on_a + on_b).diagonal(dim1=-2, dim2=-1)
-            total = (self.metric.weight_slope(s) * trace).sum(-1, keepdim=True) / 2
-            here = torch.diag_embed(torch.nn.functional.one_hot(s.argmax(-1), s.shape[-1]) * total)
-            d_g, d_h = d_g + here, d_h + here
-        return basis @ d_g @ basis.mT, inverse.mT @ d_h @ inverse
-
-    def _top(self, x: Tensor) -> Tensor:
-        assert self.frame.spectrum is not None
-        return x.diagonal(dim1=-2, dim2=-1).gather(-1, self.frame.spectrum.s.argmax(-1, keepdim=True))
+            slope, trace = self.metric.weight_slope(s), (first + second).diagonal(dim1=-2, dim2=-1)
+            largest = torch.nn.functional.one_hot(s.argmax(-1), s.shape[-1]).to(s.dtype)
+            given, taken = (slope, largest) if adjoint else (largest, slope)
+            term = torch.diag_embed(taken * (given * trace).sum(-1, keepdim=True) / 2)
+            new_first, new_second = new_first + term, new_second + term
+        return basis @ new_first @ basis.mT, inverse.mT @ new_second @ inverse
 
 
 def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None = None) -> Pair:
