@@ -112,7 +112,7 @@ def unflatten(v: Tensor, like: Pair) -> Pair:
     Returns:
         The pair.
     """
-    size = like[0][0].numel()
+    size = like[0].shape[1] * like[0].shape[2]
     return v[:, :size].reshape(like[0].shape), v[:, size:].reshape(like[1].shape)
 
 

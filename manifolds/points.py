@@ -70,6 +70,24 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def require_vector(u: Tensor, point: torch.Size, axes: int) -> None:
+    """Refuse a tangent vector that does not fit its point.
+
+    Args:
+        u: The vector.
+        point: Shape of the point.
+        axes: Number of axes of a single point.
+
+    Raises:
+        ValueError: If the last axes differ or the vector is not of floating point.
+    """
+    if u.shape[-axes:] != point[-axes:]:
+        wanted = ", ".join(str(size) for size in point[-axes:])
+        raise ValueError(f"u must have the shape (..., {wanted}) of its point x, but it is {tuple(u.shape)}.")
+    if not u.is_floating_point():
+        raise ValueError(f"u must be of floating point, not {u.dtype}.")
+
+
 class FactoredPoint(ABC):
     """A point of a quotient manifold with everything computed that its tangent vectors share.
 
@@ -297,6 +315,7 @@ class GLPoint(FactoredPoint):
         return gl.assemble(first, second)
 
     def _split(self, u: Tensor) -> Pair:
+        require_vector(u, self._shape, 2)
         wide = u.to(work_dtype(self.dtype))
         return split_rows(wide, self.n)
 
@@ -458,7 +477,7 @@ class RescalingPoint(FactoredPoint):
 
     def __init__(self, metric: Metric, retraction: str, n: int, x: Tensor, *, column: bool = False) -> None:
         super().__init__(metric, retraction, n)
-        self.column, self.dtype = column, x.dtype
+        self.column, self.dtype, self._shape = column, x.dtype, x.shape
         self._point = self._into(x)
         self.frame = rescaling.factor(metric, *self._point)
         size = self.frame.square_g * self.frame.square_k
@@ -481,6 +500,7 @@ class RescalingPoint(FactoredPoint):
         return self._point
 
     def _into(self, u: Tensor) -> Pair:
+        require_vector(u, self._shape, 2 if self.column else 1)
         wide = u.to(work_dtype(self.dtype))
         wide = wide.squeeze(-1) if self.column else wide
         return split_rows(wide, self.n, -1)

@@ -14,7 +14,17 @@ from . import gl, rescaling
 from .frame import balance, small_dtype, split_rows
 from .logarithm import flatten, reduce_rows, shoot, spread, unflatten
 from .metric import Metric
-from .points import RETRACTIONS, FactoredPoint, GLPoint, RescalingPoint, SubgroupPoint, known, label, work_dtype
+from .points import (
+    RETRACTIONS,
+    FactoredPoint,
+    GLPoint,
+    RescalingPoint,
+    SubgroupPoint,
+    known,
+    label,
+    require_vector,
+    work_dtype,
+)
 
 
 def _size(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
@@ -165,6 +175,8 @@ class Quotient(geoopt.Manifold):
             ``x + u``, ``x + u - Gamma(u, u)/2`` or the geodesic.
         """
         if self.retraction == "first_order":
+            self._assert_check_shape(x.shape, "x")
+            require_vector(u, x.shape, self.ndim)
             return x + u
         return self._at(x, spectral=False).retr(u)
 
@@ -280,6 +292,11 @@ class Quotient(geoopt.Manifold):
         if not 1 <= h <= min(self.n, m):
             return False, f"{name} has h = {h} columns, but h must be at most min(n, m) = min({self.n}, {m})."
         return True, None
+
+    def _assert_check_point(self, x: Tensor) -> None:
+        self._assert_check_shape(x.shape, "x")
+        if not x.is_floating_point():
+            raise ValueError(f"x must be of floating point, not {x.dtype}.")
 
     def _assert(self, checked: tuple[bool, str | None]) -> None:
         if not checked[0]:
@@ -434,7 +451,7 @@ class GLQuotient(Quotient):
         return self._at(x, spectral=True)
 
     def _at(self, x: Tensor, *, spectral: bool) -> FactoredPoint:
-        self._assert_check_shape(x.shape, "x")
+        self._assert_check_point(x)
         if x.shape[-1] == 1:
             return RescalingPoint(self._metric, self.retraction, self.n, x, column=True)
         return GLPoint(self._metric, self.retraction, self.n, x, spectral=spectral)
@@ -672,7 +689,7 @@ class SubgroupQuotient(GLQuotient):
         return super().extra_repr().replace(", metric", f", dim={self.algebra.shape[0]}, metric", 1)
 
     def _at(self, x: Tensor, *, spectral: bool) -> FactoredPoint:
-        self._assert_check_shape(x.shape, "x")
+        self._assert_check_point(x)
         if x.shape[-1] != self.algebra.shape[-1]:
             h = self.algebra.shape[-1]
             raise ValueError(f"x must have h = {h} columns, as the matrices of algebra have, not {x.shape[-1]}.")
@@ -730,7 +747,7 @@ class RescalingQuotient(Quotient):
             An object with the methods ``inner``, ``proju``, ``egrad2rgrad``, ``ehess2rhess``, ``christoffel``, ``retr``
             and ``expmap`` of this manifold, without the argument ``x``.
         """
-        self._assert_check_shape(x.shape, "x")
+        self._assert_check_point(x)
         return RescalingPoint(self._metric, self.retraction, self.n, x)
 
     def product(self, x: Tensor) -> Tensor:

@@ -152,3 +152,33 @@ def test_bad_gauges_are_left_silently_in_float32() -> None:
     u = tangent(manifold, x)
     exact = manifold.inner(x, u)
     assert gap(manifold.inner(moved, manifold.act_tangent(x, u, A).float()).double(), exact) < 2e-2
+
+
+@pytest.mark.parametrize("retraction", ["first_order", "christoffel", "geodesic"])
+@pytest.mark.parametrize(
+    ("manifold", "shape"), [(GLQuotient, (11, 3)), (GLQuotient, (11, 1)), (RescalingQuotient, (11,))]
+)
+def test_vectors_that_do_not_fit(manifold: type, shape: tuple[int, ...], retraction: str) -> None:
+    """One row less would still multiply in places: it must not give a number."""
+    quotient = manifold(6, retraction=retraction)
+    x = quotient.random(2, *shape)
+    wrong = torch.ones(2, 10, *shape[1:])
+    for method in ("retr", "expmap", "proju", "inner", "egrad2rgrad", "christoffel"):
+        with pytest.raises(
+            ValueError, match=r"u must have the shape \(\.\.\., 11.*\) of its point x, but it is \(2, 10"
+        ):
+            getattr(quotient, method)(x, wrong)
+        with pytest.raises(ValueError, match=r"u must be of floating point, not torch\.int64\."):
+            getattr(quotient, method)(x, torch.ones(x.shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"x must be of floating point, not torch\.int64\."):
+        quotient.proju(torch.ones(x.shape, dtype=torch.int64), x)
+
+
+@pytest.mark.parametrize("metric", ["inv", "mix", 0.5])
+def test_empty_batches(metric: str | float) -> None:
+    manifold = GLQuotient(6, metric=metric)
+    x = torch.zeros(0, 11, 3)
+    for method in ("retr", "expmap", "proju", "egrad2rgrad", "logmap"):
+        assert getattr(manifold, method)(x, x).shape == x.shape
+    assert manifold.dist(x, x).shape == (0,)
+    assert manifold.canonical(x).shape == manifold.projx(x).shape == x.shape
