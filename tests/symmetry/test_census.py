@@ -49,7 +49,9 @@ def test_weights_that_serve_all_layers_are_one_unit() -> None:
     model = tf.AlbertModel(tf.AlbertConfig(**{**zoo.TEXT, "num_hidden_layers": 3}, embedding_size=16))
     place = "encoder.albert_layer_groups.0.albert_layers.0.attention."
     rows = zoo.attention(place, "query key value dense")
-    assert summary(find_symmetries(model)) == sorted((k, g, s, c, n) for k, g, s, c, n in rows)
+    found = find_symmetries(model)
+    assert summary(found) == sorted((k, g, s, c, n) for k, g, s, c, n in rows)
+    assert found.dim == 2 * 4 * 8**2  # not three times that
 
 
 def test_cross_attention_of_gpt2() -> None:
@@ -61,6 +63,10 @@ def test_cross_attention_of_gpt2() -> None:
     names = ("q_attn.weight", "q_attn.bias", "c_attn.weight", "c_attn.bias")
     assert cross[0].parameters == tuple(place + n for n in names)
     assert [(b.kind, b.group, b.copies) for b in cross] == [("qk", "GL(8)", 4)] * 2 + [("vo", "GL(8)", 4)] * 2
+    assert cross[3].parameters == tuple(
+        "decoder.transformer.h.1.crossattention." + n for n in ("c_attn.weight", "c_attn.bias", "c_proj.weight")
+    )
+    assert {b.dim for b in cross} == {4 * 8**2}
 
 
 def test_latent_attention_with_a_rotated_key_that_all_heads_share() -> None:
@@ -115,6 +121,17 @@ def test_windows_of_swin() -> None:
     assert [(b.kind, b.group, b.copies) for b in found] == [
         (kind, "GL(8)", copies) for kind in ("qk", "vo") for copies in (2, 2, 4, 4)
     ]
+    assert found.dim == 2 * (2 + 2 + 4 + 4) * 8**2
+    places = [f"encoder.layers.{i}.blocks.{j}.attention." for i in range(2) for j in range(2)]
+    assert [b.parameters for b in found] == [*map(_scores, places), *(_values(place, "o_proj") for place in places)]
+
+
+def _scores(place: str) -> tuple[str, ...]:
+    return tuple(place + n for n in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"))
+
+
+def _values(place: str, out: str) -> tuple[str, ...]:
+    return tuple(place + n for n in ("v_proj.weight", "v_proj.bias", f"{out}.weight"))
 
 
 @pytest.mark.parametrize("name", ["CLIP", "Siglip"])
@@ -126,3 +143,7 @@ def test_text_and_image(name: str) -> None:
     assert {f"{tower}_model.encoder.layers.{i}.self_attn.qk" for tower in ("text", "vision") for i in range(2)} <= heads
     assert {str(b.group) for b in found} == {"GL(8)"}
     assert len(found) == (8 if name == "CLIP" else 10)
+    assert found.dim == len(found) * 4 * 8**2
+    places = [f"{tower}_model.encoder.layers.{i}.self_attn." for tower in ("vision", "text") for i in range(2)]
+    towers = [b.parameters for b in found if "encoder" in b.name]
+    assert towers == [*map(_scores, places), *(_values(place, "out_proj") for place in places)]
