@@ -230,7 +230,10 @@ def _find(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], total: int, fixed: frozenset[str]
 ) -> Symmetries:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    move = lambda v: v.to(device) if isinstance(v, Tensor) else v  # noqa: E731
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
     placed_args, placed_kwargs = (torch.utils._pytree.tree_map(move, v) for v in (args, kwargs))
     probe = None if device.type == "meta" else Probe(model, args, kwargs, fixed=fixed)
     note, proposer = "", None

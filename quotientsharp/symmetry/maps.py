@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -171,18 +172,7 @@ def offset_elements(
     Raises:
         Unclear: If what is added are not elements of one parameter, each on one channel.
     """
-    view = trace(graph, offset)
-    if isinstance(view, str):
-        raise Unclear("what is added to it is computed from parameters")
-    name, (start, shape, stride) = view
-    flat = torch.zeros((), dtype=torch.long) + start
-    for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
-        flat = flat + (torch.arange(size) * step).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-    flat = flat.expand(shape)
-    total = 1
-    for size in graph.shapes[name]:
-        total *= size
-    codes = torch.rand(total, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
+    name, flat, codes = _coded(graph, offset, 1)
     ordered, order = codes.sort()
     moved = arrange(run(graph, route, target, {offset: codes[flat]}) - run(graph, route, target, {}))
     at = spread(moved.shape[1], moved.shape[1])
@@ -277,6 +267,20 @@ def _by_channel(value: Tensor, reader: Projection) -> Tensor:
     return moved.reshape(-1, width)
 
 
+def _coded(graph: Graph, offset: fx.Node, seed: int) -> tuple[str, Tensor, Tensor]:
+    """Name of the parameter that is added, the flat index of each of its elements, and a random code for each."""
+    view = trace(graph, offset)
+    if isinstance(view, str):
+        raise Unclear("what is added to it is computed from parameters")
+    name, (start, shape, stride) = view
+    flat = torch.zeros((), dtype=torch.long) + start
+    for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
+        flat = flat + (torch.arange(size) * step).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    total = math.prod(graph.shapes[name])
+    codes = torch.rand(total, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.5
+    return name, flat.expand(shape), codes
+
+
 def offset_channels(graph: Graph, route: Route, offset: fx.Node, reader: Projection) -> tuple[str, Tensor]:
     """Element of a parameter, added on the way, that reaches each channel read; ``(rows, channels)``, -1 for none.
 
@@ -292,26 +296,17 @@ def offset_channels(graph: Graph, route: Route, offset: fx.Node, reader: Project
     Raises:
         Unclear: If a channel sees more than one element.
     """
-    view = trace(graph, offset)
-    if isinstance(view, str):
-        raise Unclear("what is added to it is computed from parameters")
-    name, (start, shape, stride) = view
-    flat = torch.zeros((), dtype=torch.long) + start
-    for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
-        flat = flat + (torch.arange(size) * step).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-    flat = flat.expand(shape)
-    total = 1
-    for size in graph.shapes[name]:
-        total *= size
-    codes = torch.rand(total, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 0.5
+    name, flat, codes = _coded(graph, offset, 3)
     ordered, order = codes.sort()
     zero = _by_channel(run(graph, route, reader.act, {}), reader)
-    ones = _by_channel(run(graph, route, reader.act, {offset: torch.ones(shape, dtype=torch.float64)}), reader) - zero
+    ones = (
+        _by_channel(run(graph, route, reader.act, {offset: torch.ones(flat.shape, dtype=torch.float64)}), reader) - zero
+    )
     coded = _by_channel(run(graph, route, reader.act, {offset: codes[flat]}), reader) - zero
     live = ones.abs() > TOLERANCE * ones.abs().max()
     ratio = torch.where(live, coded / ones, torch.nan)
     low, high = ratio.nan_to_num(9.0).amin(0), ratio.nan_to_num(-9.0).amax(0)
-    near = torch.searchsorted(ordered, low - 1e-9).clamp_max(total - 1)
+    near = torch.searchsorted(ordered, low - 1e-9).clamp_max(len(codes) - 1)
     if bool((live.any(0) & ((high - low).abs() > 1e-8)).any()) or bool(
         (live.any(0) & ((ordered[near] - low).abs() > 1e-8)).any()
     ):
