@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .frame import Frame, factor, gram, small_dtype, split_rows
-from .gl import Pair, christoffel, combine, inner
+from .frame import Frame, factor, small_dtype, split_rows
+from .gl import Fields, Grams, Pair, christoffel, christoffel_fields, grams, inner, spread
 from .metric import Metric
 
 
@@ -25,6 +25,15 @@ class Arrival(NamedTuple):
     velocity: Pair
     drift: Tensor  # relative change of the squared speed, one row per step of the integrator: (steps, ...)
     doubt: Tensor  # relative difference of the last two levels of extrapolation, likewise
+
+
+class SplitPath(NamedTuple):
+    """An `Arrival` in small matrices."""
+
+    point: Fields
+    velocity: Fields
+    drift: Tensor
+    doubt: Tensor
 
 
 def closed_form(frame: Frame, x: Pair, u: Pair, t: float = 1.0) -> Pair:
@@ -48,24 +57,37 @@ def closed_form(frame: Frame, x: Pair, u: Pair, t: float = 1.0) -> Pair:
     Returns:
         The point at time ``t``.
     """
-    first = _closed_factor(x[0], u[0], frame.root_g, frame.root_g_inverse, t)
-    second = _closed_factor(x[1], u[1], frame.root_h, frame.root_h_inverse, t)
-    return first, second
+    return spread(closed_fields(frame, grams(frame, x, u), t), x, u)
 
 
-def _closed_factor(Y: Tensor, a: Tensor, root: Tensor, root_inverse: Tensor, t: float) -> Tensor:
-    h = Y.shape[-1]
-    mixed = root_inverse @ gram(Y, a) @ root_inverse.mT  # in the gauge where Y has orthonormal columns
-    square = root_inverse @ gram(a, a) @ root_inverse.mT
+def closed_fields(frame: Frame, products: Grams, t: float = 1.0) -> Fields:
+    """The small matrices of `closed_form`.
+
+    Args:
+        frame: The factored point.
+        products: Gram products of the initial velocity.
+        t: Time.
+
+    Returns:
+        The point at time ``t`` in the spans of point and velocity.
+    """
+    return Fields(
+        *_closed_factor(products.cross_g, products.square_g, frame.root_g, frame.root_g_inverse, t),
+        *_closed_factor(products.cross_h, products.square_h, frame.root_h, frame.root_h_inverse, t),
+    )
+
+
+def _closed_factor(cross: Tensor, square: Tensor, root: Tensor, root_inverse: Tensor, t: float) -> Pair:
+    h = cross.shape[-1]
+    mixed = root_inverse @ cross @ root_inverse.mT  # in the gauge where Y has orthonormal columns
+    square = root_inverse @ square @ root_inverse.mT
     # Any scale of the block `a` gives the same result; this one keeps the exponent as small as the step.
     scale = square.detach().diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30).sqrt().unsqueeze(-1).unsqueeze(-1)
     identity = torch.eye(h, dtype=mixed.dtype, device=mixed.device)
     exponent = torch.cat([torch.cat([mixed, -scale * identity], -1), torch.cat([square / scale, -mixed.mT], -1)], -2)
     turn_a, turn_y = split_rows(torch.linalg.matrix_exp(t * exponent).narrow(-1, h, h), h)
     stretch = torch.linalg.matrix_exp(t * mixed.mT) @ root.mT
-    on_y = root_inverse.mT @ turn_y @ stretch
-    on_a = -(root_inverse.mT @ turn_a @ stretch) / scale
-    return combine(Y, on_y, a, on_a)
+    return root_inverse.mT @ turn_y @ stretch, -(root_inverse.mT @ turn_a @ stretch) / scale
 
 
 def _extrapolation_weights(numbers: Sequence[int]) -> list[float]:
@@ -134,17 +156,32 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
         The point and velocity at time 1 and the drift of the squared speed. Where the geodesic leaves the manifold
         (``G H^T`` loses rank before time 1) the drift is large or not finite.
     """
+    path = split_fields(frame, grams(frame, x, u), steps=steps, levels=levels)
+    return Arrival(spread(path.point, x, u), spread(path.velocity, x, u), path.drift, path.doubt)
+
+
+def split_fields(frame: Frame, products: Grams, *, steps: int = 1, levels: int = 6) -> SplitPath:
+    """The small matrices of `split_flow`.
+
+    Args:
+        frame: The factored point.
+        products: Gram products of the initial velocity.
+        steps: Number of extrapolated steps to time 1.
+        levels: Levels of extrapolation; the order is twice that.
+
+    Returns:
+        Point and velocity at time 1 in the spans of point and initial velocity, drift and doubt as in `Arrival`.
+    """
     sides = (
-        (x[0], u[0], frame.root_g, frame.root_g_inverse, frame.gram_g_inverse, frame.gram_h),
-        (x[1], u[1], frame.root_h, frame.root_h_inverse, frame.gram_h_inverse, frame.gram_g),
+        (products.cross_g, products.square_g, frame.root_g, frame.root_g_inverse, frame.gram_g_inverse, frame.gram_h),
+        (products.cross_h, products.square_h, frame.root_h, frame.root_h_inverse, frame.gram_h_inverse, frame.gram_g),
     )
     start: list[Tensor] = []
     rests: list[Tensor] = []
     inside: list[Tensor] = []
-    for tall, velocity, root, root_inverse, gram_inverse, other in sides:
-        cross = gram(tall, velocity)
+    for cross, whole, root, root_inverse, gram_inverse, other in sides:
         part = root_inverse @ cross
-        rests.append(gram(velocity, velocity) - part.mT @ part)  # Gram matrix of the part outside the span
+        rests.append(whole - part.mT @ part)  # Gram matrix of the part outside the span
         inside.append(gram_inverse @ cross)
         start += [root.mT, torch.zeros_like(root), part @ other, other]
     rest_g, rest_h = rests
@@ -192,13 +229,12 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
         drifts.append(_drift(begin, energy))
         doubts.append(doubt)
 
-    def spread(side: int, top: Tensor, low: Tensor) -> Tensor:
-        tall, velocity, _, root_inverse, _, _ = sides[side]
-        return combine(tall, root_inverse.mT @ top - inside[side] @ low, velocity, low)
+    def unfold(side: int, top: Tensor, low: Tensor) -> Pair:
+        return sides[side][3].mT @ top - inside[side] @ low, low
 
-    point = spread(0, state[0], state[1]), spread(1, state[4], state[5])
-    arriving = spread(0, rates[0], rates[1]), spread(1, rates[2], rates[3])
-    return Arrival(point, arriving, torch.stack(drifts), torch.stack(doubts))
+    point = Fields(*unfold(0, state[0], state[1]), *unfold(1, state[4], state[5]))
+    velocity = Fields(*unfold(0, rates[0], rates[1]), *unfold(1, rates[2], rates[3]))
+    return SplitPath(point, velocity, torch.stack(drifts), torch.stack(doubts))
 
 
 def _drift(begin: Tensor, energy: Tensor) -> Tensor:
@@ -275,4 +311,37 @@ def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair, *, steps: int = 1) 
             metric, (x[0].to(wide), x[1].to(wide)), (u[0].to(wide), u[1].to(wide)), steps=steps, levels=levels
         )
     point = arrival.point[0].to(x[0].dtype), arrival.point[1].to(x[1].dtype)
-    return point, torch.maximum(arrival.drift, 1e-6 * arrival.doubt)
+    return point, _error(arrival.drift, arrival.doubt)
+
+
+def _error(drift: Tensor, doubt: Tensor) -> Tensor:
+    return torch.maximum(drift, 1e-6 * doubt)
+
+
+def retraction_fields(
+    retraction: str, metric: Metric, frame: Frame, products: Grams, *, steps: int = 1, levels: int = 6
+) -> tuple[Fields, Tensor | None]:
+    """A retraction in small matrices: where it ends depends on point and step only through h x h products.
+
+    Args:
+        retraction: ``"first_order"``, ``"christoffel"`` or, for inv and mix, ``"geodesic"``.
+        metric: The metric.
+        frame: The factored point.
+        products: Gram products of the step, as `gl.grams` gives them.
+        steps: Number of integration steps of a geodesic of mix.
+        levels: Levels of extrapolation of a geodesic of mix.
+
+    Returns:
+        The end point in the spans of point and step; the error of an integrated geodesic as `geodesic` gives it.
+    """
+    if retraction == "geodesic" and metric.is_inv:
+        return closed_fields(frame, products), None
+    if retraction == "geodesic":
+        path = split_fields(frame, products, steps=steps, levels=levels)
+        return path.point, _error(path.drift, path.doubt)
+    identity = torch.eye(products.cross_g.shape[-1], dtype=products.cross_g.dtype, device=products.cross_g.device)
+    if retraction == "first_order":
+        whole = identity.expand(products.cross_g.shape)
+        return Fields(whole, whole, whole, whole), None
+    bend = christoffel_fields(metric, frame, products)
+    return Fields(*(identity - part / 2 for part in bend)), None

@@ -10,6 +10,7 @@ function runs on any device, under ``torch.func.vmap``, ``FakeTensorMode`` and a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from .frame import Frame, factor, split_rows
 from .metric import Metric
 
 __all__ = [
+    "Fields",
+    "Grams",
     "act",
     "act_tangent",
     "add",
@@ -28,15 +31,35 @@ __all__ = [
     "covariant_gradient",
     "factor",
     "gradient",
+    "grams",
     "inner",
     "lift",
     "project",
     "project_field",
+    "spread",
     "subgroup_field",
     "vertical",
 ]
 
 Pair = tuple[Tensor, Tensor]
+
+
+class Grams(NamedTuple):
+    """All that a retraction needs to know of a vector ``(a, b)`` at a point: four h x h matrices."""
+
+    cross_g: Tensor  # G^T a
+    cross_h: Tensor  # H^T b
+    square_g: Tensor  # a^T a
+    square_h: Tensor  # b^T b
+
+
+class Fields(NamedTuple):
+    """A pair inside the spans of ``[G, a]`` and ``[H, b]``, as four h x h matrices: ``(G M1 + a M2, H M3 + b M4)``."""
+
+    on_g: Tensor
+    on_a: Tensor
+    on_h: Tensor
+    on_b: Tensor
 
 
 def combine(x: Tensor, left: Tensor, y: Tensor | None = None, right: Tensor | None = None) -> Tensor:
@@ -60,6 +83,36 @@ def combine(x: Tensor, left: Tensor, y: Tensor | None = None, right: Tensor | No
 def _gram(frame: Frame, a: Tensor, c: Tensor) -> Tensor:
     """``a^T c`` in the dtype of the frame."""
     return (a.mT @ c).to(frame.gram_g.dtype)
+
+
+def grams(frame: Frame, x: Pair, u: Pair) -> Grams:
+    """Gram products of a vector with its point and with itself.
+
+    Args:
+        frame: The factored point, whose dtype the products take.
+        x: The point ``(G, H)``.
+        u: The vector ``(a, b)``.
+
+    Returns:
+        ``G^T a, H^T b, a^T a, b^T b``.
+    """
+    return Grams(
+        _gram(frame, x[0], u[0]), _gram(frame, x[1], u[1]), _gram(frame, u[0], u[0]), _gram(frame, u[1], u[1])
+    )
+
+
+def spread(fields: Fields, x: Pair, u: Pair) -> Pair:
+    """The pair that four small matrices stand for.
+
+    Args:
+        fields: The small matrices.
+        x: The point.
+        u: The vector.
+
+    Returns:
+        ``(G M1 + a M2, H M3 + b M4)``.
+    """
+    return combine(x[0], fields.on_g, u[0], fields.on_a), combine(x[1], fields.on_h, u[1], fields.on_b)
 
 
 def add(u: Pair, v: Pair, scale: float = 1.0) -> Pair:
@@ -288,8 +341,7 @@ def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None =
         ``Gamma(u, v)``. Geodesics solve ``x'' = -Gamma(x', x')``.
     """
     if v is None:
-        (on_a, on_g), (on_b, on_h) = christoffel_fields(metric, frame, x, u)
-        return combine(u[0], on_a, x[0], on_g), combine(u[1], on_b, x[1], on_h)
+        return spread(christoffel_fields(metric, frame, grams(frame, x, u)), x, u)
     change = _Change(metric, frame)
     along_u = change.weights(_symmetric(_gram(frame, u[0], x[0])), _symmetric(_gram(frame, u[1], x[1])))
     along_v = change.weights(_symmetric(_gram(frame, v[0], x[0])), _symmetric(_gram(frame, v[1], x[1])))
@@ -299,22 +351,21 @@ def christoffel(metric: Metric, frame: Frame, x: Pair, u: Pair, v: Pair | None =
     return first - combine(x[0], d_g @ frame.dual_g / 2), second - combine(x[1], d_h @ frame.dual_h / 2)
 
 
-def christoffel_fields(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[Pair, Pair]:
+def christoffel_fields(metric: Metric, frame: Frame, products: Grams) -> Fields:
     """The small matrices of ``Gamma(u, u)``.
 
     Args:
         metric: The metric.
         frame: The factored point.
-        x: The point.
-        u: Tangent vector ``(a, b)``.
+        products: Gram products of the vector, as `grams` gives them.
 
     Returns:
-        ``((M1, M2), (M3, M4))`` with ``Gamma(u, u) = (a M1 + G M2, b M3 + H M4)``.
+        ``Gamma(u, u)`` in the spans of point and vector.
     """
     change = _Change(metric, frame)
-    along = change.weights(_symmetric(_gram(frame, u[0], x[0])), _symmetric(_gram(frame, u[1], x[1])))
-    d_g, d_h = change.adjoint(_gram(frame, u[0], u[0]), _gram(frame, u[1], u[1]))
-    return (along[0] @ frame.dual_g, -d_g @ frame.dual_g), (along[1] @ frame.dual_h, -d_h @ frame.dual_h)
+    along = change.weights(_symmetric(products.cross_g), _symmetric(products.cross_h))
+    d_g, d_h = change.adjoint(products.square_g, products.square_h)
+    return Fields(-d_g @ frame.dual_g, along[0] @ frame.dual_g, -d_h @ frame.dual_h, along[1] @ frame.dual_h)
 
 
 Terms = Sequence[tuple[Tensor, Tensor]]

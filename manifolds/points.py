@@ -308,10 +308,10 @@ class GLPoint(FactoredPoint):
         if self.retraction != "christoffel" or not self._plain(u):
             return super().retr(u)
         pair = self._split(u)
-        (on_a, on_g), (on_b, on_h) = gl.christoffel_fields(self.metric, self._fast, self._point, pair)
-        identity = torch.eye(on_a.shape[-1], dtype=on_a.dtype, device=on_a.device)
-        first = [(pair[0], identity - on_a / 2), (self._point[0], identity - on_g / 2)]
-        second = [(pair[1], identity - on_b / 2), (self._point[1], identity - on_h / 2)]
+        products = gl.grams(self._fast, self._point, pair)
+        step, _ = geodesics.retraction_fields("christoffel", self.metric, self._fast, products)
+        first = [(pair[0], step.on_a), (self._point[0], step.on_g)]
+        second = [(pair[1], step.on_b), (self._point[1], step.on_h)]
         return gl.assemble(first, second)
 
     def _split(self, u: Tensor) -> Pair:
