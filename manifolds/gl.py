@@ -371,22 +371,25 @@ def christoffel_fields(metric: Metric, frame: Frame, products: Grams) -> Fields:
 Terms = Sequence[tuple[Tensor, Tensor]]
 
 
-def assemble(first: Terms, second: Terms, base: Pair | None = None) -> Tensor:
+def assemble(first: Terms, second: Terms, base: Pair | None = None, out: Tensor | None = None) -> Tensor:
     """Pack two factors, each a sum of tall factors times small matrices, in as few passes over memory as possible.
 
     Args:
         first: Terms ``(tall, small)`` of the first factor.
         second: Terms of the second factor.
         base: A pair to add.
+        out: Where to put the result of a three-dimensional batch without derivatives.
 
     Returns:
         ``(..., n + m, h)``.
     """
     sides = (first, second)
+    if out is not None:
+        return _assemble_in_place(sides, base, out)
     parts = [part for side in sides for term in side for part in term] + list(base or ())
     if not any(part.requires_grad for part in parts) and all(part.ndim == 3 for part in parts):
         try:
-            return _assemble_in_place(sides, base)
+            return _assemble_in_place(sides, base, None)
         except RuntimeError:  # vmap knows no `out`
             pass
     sums = []
@@ -398,10 +401,10 @@ def assemble(first: Terms, second: Terms, base: Pair | None = None) -> Tensor:
     return torch.cat(sums, -2)
 
 
-def _assemble_in_place(sides: tuple[Terms, Terms], base: Pair | None) -> Tensor:
+def _assemble_in_place(sides: tuple[Terms, Terms], base: Pair | None, out: Tensor | None) -> Tensor:
     lead = sides[0][0][0]
     heights = [side[0][0].shape[-2] for side in sides]
-    packed = lead.new_empty(lead.shape[0], sum(heights), lead.shape[-1])
+    packed = lead.new_empty(lead.shape[0], sum(heights), lead.shape[-1]) if out is None else out
     for index, (rows, side) in enumerate(zip(split_rows(packed, heights[0]), sides, strict=True)):
         tall, small = side[0]
         if base is None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gl import Pair, add
+from .gl import Fields, Grams, Pair, add
 from .metric import Metric
 
 
@@ -177,18 +177,15 @@ def hessian(metric: Metric, frame: Frame, x: Pair, euclidean: Pair, second: Pair
     return project(frame, x, add(moved, christoffel(metric, frame, x, u, g)))
 
 
-def _turn(direction: Tensor, velocity: Tensor, angle: Tensor) -> Tensor:
-    """Great circle from ``direction`` with ``velocity``, at parameter ``angle``."""
-    speed = _safe_norm(velocity)
-    arc = angle * speed
-    return torch.cos(arc) * direction + _sinc(arc) * angle * velocity
+def _safe_root(square: Tensor) -> Tensor:
+    """Square root with derivative zero, not infinity, at zero."""
+    zero = square <= 0
+    return torch.where(zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt())
 
 
 def _safe_norm(x: Tensor) -> Tensor:
     """Euclidean norm with derivative zero, not NaN, at zero."""
-    square = _dot(x, x)
-    zero = square <= 0
-    return torch.where(zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt())
+    return _safe_root(_dot(x, x))
 
 
 def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[Pair, Tensor]:
@@ -208,17 +205,44 @@ def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[Pair, Tens
         The point at time 1, and ``1 + p s'/s`` where the line runs into the apex of the cone, which is at time 1 or
         before if that number is not positive; 1 elsewhere, ``(..., 1)``.
     """
+    rate_g, rate_k = _dot(u[0], x[0]) / frame.square_g, _dot(u[1], x[1]) / frame.square_k
+    turns = u[0] - rate_g * x[0], u[1] - rate_k * x[1]
+    squares = _dot(turns[0], turns[0]) / frame.square_g, _dot(turns[1], turns[1]) / frame.square_k
+    (along_g, turn_g, along_k, turn_k), reach = _cone(metric, rate_g + rate_k, *squares)
+    return (along_g * x[0] + turn_g * turns[0], along_k * x[1] + turn_k * turns[1]), reach
+
+
+def geodesic_fields(metric: Metric, frame: Frame, products: Grams) -> tuple[Fields, Tensor]:
+    """Geodesic at time 1 from the dot products of its velocity: `geodesic` as four numbers per unit.
+
+    Args:
+        metric: The metric.
+        frame: The factored point.
+        products: ``g.a, k.b, a.a, b.b``, each ``(..., 1)``.
+
+    Returns:
+        The end point in the spans of point and velocity, and the reach as `geodesic` gives it.
+    """
+    rate_g, rate_k = products.cross_g / frame.square_g, products.cross_h / frame.square_k
+    squares = (
+        (products.square_g / frame.square_g - rate_g**2).clamp_min(0.0),
+        (products.square_h / frame.square_k - rate_k**2).clamp_min(0.0),
+    )
+    (along_g, turn_g, along_k, turn_k), reach = _cone(metric, rate_g + rate_k, *squares)
+    return Fields(along_g - turn_g * rate_g, turn_g, along_k - turn_k * rate_k, turn_k), reach
+
+
+def _cone(metric: Metric, growth: Tensor, square_g: Tensor, square_k: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Coefficients of ``g`` and of the part of ``a`` across it, likewise for ``k``; the reach.
+
+    ``growth`` is ``s'/s``, the squares are ``|u'|^2`` and ``|v'|^2``.
+    """
     p = metric.exponent
-    length_g, length_k = frame.square_g.sqrt(), frame.square_k.sqrt()
-    direction_g, direction_k = x[0] / length_g, x[1] / length_k
-    along_g, along_k = _dot(u[0], direction_g), _dot(u[1], direction_k)
-    turn_g, turn_k = (u[0] - along_g * direction_g) / length_g, (u[1] - along_k * direction_k) / length_k
-    growth = along_g / length_g + along_k / length_k  # s'/s
     reach = torch.ones_like(growth)
     if p == 0:
         scale, angle = torch.exp(growth / 2), torch.ones_like(growth)
     else:
-        c = math.sqrt(2) * p * _safe_norm(torch.cat([turn_g, turn_k], -1))
+        c = math.sqrt(2) * p * _safe_root(square_g + square_k)
         real = 1 + p * growth
         reach = torch.where(c > 0, reach, real)
         scale = torch.exp(torch.log1p(p * growth * (2 + p * growth) + c**2) / (4 * p))  # |z|^(1 / (2p))
@@ -226,9 +250,10 @@ def geodesic(metric: Metric, frame: Frame, x: Pair, u: Pair) -> tuple[Pair, Tens
         safe = torch.where(small, torch.ones_like(c), c)
         bent = torch.atan2(safe, real) / safe
         angle = torch.where(small, 1 / torch.where(small, real, torch.ones_like(real)), bent)
-    new_g = scale * length_g * _turn(direction_g, turn_g, angle)
-    new_k = scale * length_k * _turn(direction_k, turn_k, angle)
-    return (new_g, new_k), reach
+    arc_g, arc_k = angle * _safe_root(square_g), angle * _safe_root(square_k)
+    along_g, turn_g = scale * torch.cos(arc_g), scale * angle * _sinc(arc_g)
+    along_k, turn_k = scale * torch.cos(arc_k), scale * angle * _sinc(arc_k)
+    return (along_g, turn_g, along_k, turn_k), reach
 
 
 def logarithm(metric: Metric, frame: Frame, x: Pair, y: Pair) -> tuple[Pair, Tensor]:
