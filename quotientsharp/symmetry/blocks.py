@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from ..manifolds import GLQuotient, RescalingQuotient, SubgroupQuotient
 from .groups import Group
 
 State = nn.Module | Mapping[str, Tensor]
+
+_MOST_RUNS = 64  # more strided views than this cost more than one irregular gather
 
 
 def parameters_of(state: State) -> Mapping[str, Tensor]:
@@ -25,6 +28,23 @@ def parameters_of(state: State) -> Mapping[str, Tensor]:
         The mapping.
     """
     return dict(state.named_parameters(remove_duplicate=False)) if isinstance(state, nn.Module) else state
+
+
+class Run(NamedTuple):
+    """Rows of a piece that lie at equal distances, so that all their elements form one strided view."""
+
+    start: int  # first row
+    count: int
+    offset: int  # of the first element in the flattened parameter
+    strides: tuple[int, int, int]  # of copy, row and channel
+
+
+def _step(values: Tensor) -> int | None:
+    """The common difference of a sequence of numbers, or None."""
+    if values.numel() < 2:
+        return 0
+    steps = values.diff()
+    return int(steps[0]) if bool((steps == steps[0]).all()) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +71,48 @@ class Piece:
             ``(copies, rows, h)``.
         """
         return (self.channel[:, None, :] + self.row[None, :, None]).to(device)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...] | None:
+        """The piece as strided views, or None where its elements lie irregularly."""
+        by_copy, by_channel = _step(self.channel[:, 0]), _step(self.channel[0])
+        if by_copy is None or by_channel is None:
+            return None
+        grid = torch.arange(self.channel.shape[0])[:, None] * by_copy + torch.arange(self.channel.shape[1]) * by_channel
+        first = int(self.channel[0, 0])
+        if not torch.equal(grid + first, self.channel.to(grid)):
+            return None
+        steps = self.row.diff()
+        edges = [0, *((steps.diff() != 0).nonzero().flatten() + 1).tolist(), self.row.numel() - 1]
+        runs, start = [], 0
+        for edge in edges[1:]:
+            if start > edge:
+                continue
+            rows = self.row[start : edge + 1]
+            runs.append(Run(start, rows.numel(), first + int(rows[0]), (by_copy, _step(rows) or 0, by_channel)))
+            start = edge + 1
+        return tuple(runs) if len(runs) <= _MOST_RUNS else None
+
+    def pairs(self, tensor: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+        """Views of a parameter beside views of the rows of a point that belong there.
+
+        Args:
+            tensor: The parameter, or a tensor like it.
+            rows: The piece's rows of a point, ``(copies, rows, h)``.
+
+        Returns:
+            Pairs of equal shape, or None where the elements lie irregularly or the tensor is not contiguous.
+        """
+        if self.runs is None or not tensor.is_contiguous():
+            return None
+        lead, base = (self.channel.shape[0], self.channel.shape[1]), tensor.storage_offset()
+        return [
+            (
+                tensor.as_strided((lead[0], run.count, lead[1]), run.strides, base + run.offset),
+                rows.narrow(1, run.start, run.count),
+            )
+            for run in self.runs
+        ]
 
 
 @dataclass(eq=False)
@@ -165,6 +227,49 @@ class Block:
         with torch.no_grad():
             for name, value in self.write({name: tensors[name].detach() for name in self.parameters}, point).items():
                 tensors[name].copy_(value)
+
+    def gather(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """`read` without derivatives into memory that is there, by strided copies where the layout allows.
+
+        Args:
+            tensors: Parameters, or tensors like them, by name.
+            out: Where to put the point, of the block's shape.
+        """
+        for piece, rows in self._rows(out):
+            tensor = tensors[piece.name].detach()
+            pairs = piece.pairs(tensor, rows)
+            if pairs is None:
+                rows.copy_(tensor.reshape(-1)[piece.index(tensor.device)])
+            else:
+                for view, part in pairs:
+                    part.copy_(view)
+
+    def scatter_(self, tensors: Mapping[str, Tensor], point: Tensor) -> None:
+        """`write_` into tensors by name, by strided copies where the layout allows.
+
+        Args:
+            tensors: Parameters by name; they are written in place.
+            point: The point, of the block's shape.
+        """
+        for piece, rows in self._rows(point):
+            tensor = tensors[piece.name].detach()
+            pairs = piece.pairs(tensor, rows)
+            if pairs is None:
+                flat = tensor.reshape(-1)
+                flat.index_put_((piece.index(flat.device).reshape(-1),), rows.reshape(-1).to(flat.dtype))
+                if flat.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(flat.reshape(tensor.shape))
+            else:
+                for view, part in pairs:
+                    view.copy_(part)
+
+    def _rows(self, point: Tensor) -> list[tuple[Piece, Tensor]]:
+        point = self._check(point)
+        parts, start = [], 0
+        for piece in self.pieces:
+            parts.append((piece, point.narrow(1, start, piece.row.numel())))
+            start += piece.row.numel()
+        return parts
 
     def act(self, point: Tensor, A: Tensor) -> Tensor:
         """Move a point along its orbit.
@@ -293,6 +398,26 @@ class Stack:
         """
         for block, part in zip(self.blocks, self._parts(point), strict=True):
             block.write_(state, part)
+
+    def gather(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """Read all points into memory that is there; see `Block.gather`.
+
+        Args:
+            tensors: Parameters, or tensors like them, by name.
+            out: Where to put the batched point.
+        """
+        for block, part in zip(self.blocks, self._parts(out), strict=True):
+            block.gather(tensors, part)
+
+    def scatter_(self, tensors: Mapping[str, Tensor], point: Tensor) -> None:
+        """Write a batched point into tensors by name; see `Block.scatter_`.
+
+        Args:
+            tensors: Parameters by name; they are written in place.
+            point: The batched point.
+        """
+        for block, part in zip(self.blocks, self._parts(point), strict=True):
+            block.scatter_(tensors, part)
 
     def act(self, point: Tensor, A: Tensor) -> Tensor:
         """Move a batched point along its orbit.
