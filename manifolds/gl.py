@@ -28,6 +28,7 @@ __all__ = [
     "christoffel",
     "christoffel_fields",
     "combine",
+    "compensator",
     "covariant_gradient",
     "factor",
     "gradient",
@@ -38,6 +39,8 @@ __all__ = [
     "project_field",
     "spread",
     "subgroup_field",
+    "subgroup_right",
+    "subgroup_system",
     "vertical",
 ]
 
@@ -197,8 +200,18 @@ def _sylvester(frame: Frame, right: Tensor) -> Tensor:
     return inverse.mT @ ((basis.mT @ right @ inverse.mT) / scale) @ basis.mT
 
 
-def _compensator(metric: Metric, frame: Frame, g_a: Tensor, b_h: Tensor) -> Tensor:
-    """The ``L`` for which ``(a + G L, b - H L^T)`` is horizontal, from ``G^T a`` and ``b^T H``."""
+def compensator(metric: Metric, frame: Frame, g_a: Tensor, b_h: Tensor) -> Tensor:
+    """The ``L`` for which ``(a + G L, b - H L^T)`` is horizontal; see `project`.
+
+    Args:
+        metric: The metric.
+        frame: The point, factored with ``spectral=True``.
+        g_a: ``G^T a``.
+        b_h: ``b^T H``.
+
+    Returns:
+        ``(..., h, h)``.
+    """
     if metric.is_mix:
         return (b_h @ frame.gram_h_inverse - frame.gram_g_inverse @ g_a) / 2
     if metric.is_inv and any(t.requires_grad for t in (frame.gram_g, frame.gram_h)):
@@ -229,15 +242,45 @@ def project_field(metric: Metric, frame: Frame, x: Pair, u: Pair) -> Tensor:
     Returns:
         ``(..., h, h)``.
     """
-    return _compensator(metric, frame, _gram(frame, x[0], u[0]), _gram(frame, u[1], x[1]))
+    return compensator(metric, frame, _gram(frame, x[0], u[0]), _gram(frame, u[1], x[1]))
+
+
+def subgroup_system(frame: Frame, algebra: Tensor) -> Tensor:
+    """Gram matrix of the vertical vectors ``(-G E_k, H E_k^T)`` of a subgroup.
+
+    Args:
+        frame: The factored point.
+        algebra: Basis ``E_k`` of the subgroup's Lie algebra, ``(..., r, h, h)``, in the gauge of the point.
+
+    Returns:
+        ``<E_k, SG E_l K + L E_l SH>``, ``(..., r, r)``, ``K`` and ``L`` the weights of the metric.
+    """
+    matrices = (frame.gram_g, frame.gram_h, frame.weight_g, frame.weight_h)
+    gram_g, gram_h, weight_g, weight_h = (matrix.unsqueeze(-3) for matrix in matrices)
+    images = (gram_g @ algebra @ weight_g + weight_h @ algebra @ gram_h).flatten(-2)
+    return algebra.flatten(-2) @ images.mT
+
+
+def subgroup_right(frame: Frame, algebra: Tensor, g_a: Tensor, b_h: Tensor) -> Tensor:
+    """Inner products of a vector with minus the vertical vectors of a subgroup.
+
+    Args:
+        frame: The factored point.
+        algebra: The basis ``E_k``.
+        g_a: ``G^T a``.
+        b_h: ``b^T H``.
+
+    Returns:
+        ``<E_k, L b^T H - G^T a K>``, ``(..., r, 1)``.
+    """
+    right = frame.weight_h @ b_h - g_a @ frame.weight_g
+    return algebra.flatten(-2) @ right.flatten(-2).unsqueeze(-1)
 
 
 def subgroup_field(frame: Frame, algebra: Tensor, x: Pair, u: Pair) -> Tensor:
     """The element ``L`` of a Lie subalgebra for which ``(a + G L, b - H L^T)`` is orthogonal to the subgroup's orbit.
 
-    With a basis ``E_k`` the vertical vectors are ``(-G E_k, H E_k^T)``, and ``L = sum_k t_k E_k`` solves the Gram
-    system
-    ``<E_k, SG E_l K + L E_l SH> t_l = <E_k, L b^T H - G^T a K>``, ``K`` and ``L`` the weights of the metric.
+    ``L = sum_k t_k E_k``, where ``t`` solves the Gram system of `subgroup_system` and `subgroup_right`.
 
     Args:
         frame: The factored point.
@@ -248,12 +291,8 @@ def subgroup_field(frame: Frame, algebra: Tensor, x: Pair, u: Pair) -> Tensor:
     Returns:
         ``(..., h, h)``.
     """
-    matrices = (frame.gram_g, frame.gram_h, frame.weight_g, frame.weight_h)
-    gram_g, gram_h, weight_g, weight_h = (matrix.unsqueeze(-3) for matrix in matrices)
-    images = (gram_g @ algebra @ weight_g + weight_h @ algebra @ gram_h).flatten(-2)
-    flat = algebra.flatten(-2)
-    right = frame.weight_h @ _gram(frame, u[1], x[1]) - _gram(frame, x[0], u[0]) @ frame.weight_g
-    weights: Tensor = torch.linalg.solve(flat @ images.mT, flat @ right.flatten(-2).unsqueeze(-1))
+    right = subgroup_right(frame, algebra, _gram(frame, x[0], u[0]), _gram(frame, u[1], x[1]))
+    weights: Tensor = torch.linalg.solve(subgroup_system(frame, algebra), right)
     return (weights.unsqueeze(-1) * algebra).sum(-3)
 
 
