@@ -99,9 +99,7 @@ def grams(frame: Frame, x: Pair, u: Pair) -> Grams:
     Returns:
         ``G^T a, H^T b, a^T a, b^T b``.
     """
-    return Grams(
-        _gram(frame, x[0], u[0]), _gram(frame, x[1], u[1]), _gram(frame, u[0], u[0]), _gram(frame, u[1], u[1])
-    )
+    return Grams(_gram(frame, x[0], u[0]), _gram(frame, x[1], u[1]), _gram(frame, u[0], u[0]), _gram(frame, u[1], u[1]))
 
 
 def spread(fields: Fields, x: Pair, u: Pair) -> Pair:

@@ -216,14 +216,13 @@ class Objective:
 
 
 @contextmanager
-def untouched(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Leave a model as it was, but for the values of its parameters: modes, buffers, flags, gradients, random numbers.
 
-    Inside, the model is in evaluation mode and the given parameters alone require gradients.
+    Inside, the model is in evaluation mode and has no gradients.
 
     Args:
         model: The model.
-        parameters: The parameters that move.
 
     Yields:
         Nothing.
@@ -236,10 +235,8 @@ def untouched(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
     try:
         with torch.random.fork_rng(devices if torch.cuda.is_available() else []):
             model.eval()
-            moving = {id(tensor) for tensor in parameters.values()}
             for tensor, _, _ in flags:
                 tensor.grad = None
-                tensor.requires_grad_(id(tensor) in moving)
             yield
     finally:
         for module, mode in modes:

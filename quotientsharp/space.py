@@ -28,7 +28,7 @@ from .manifolds.geodesics import default_order, geodesic, retraction_fields
 from .manifolds.gl import Fields, Grams, Pair
 from .manifolds.metric import Metric
 from .manifolds.points import RETRACTIONS, known, work_dtype
-from .symmetry import Block, Stack, Symmetries, find_symmetries
+from .symmetry import Block, Stack
 from .symmetry.blocks import stacked
 
 GEOMETRIES = ("geodesic", "adaptive", "euclidean")
@@ -400,9 +400,7 @@ class FreeComponent:
         step: ``"euclidean"``, ``"first_order"`` or ``"geodesic"``.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], parameters: Mapping[str, Tensor], dtype: torch.dtype, step: str
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], parameters: Mapping[str, Tensor], dtype: torch.dtype, step: str) -> None:
         self.parts, self.step = tuple(parts), step
         self.sizes = [part.count(parameters[part.name]) for part in self.parts]
         self.size = sum(self.sizes)
@@ -564,14 +562,13 @@ class ParameterSpace:
                 f"{held} pairs of weights are of lower rank; they move among pairs of their own rank, dead ones not at all"
             )
         self._parts = _free_parts(self.parameters, chosen)
-        self._free = self._make_free(self._parts)
-        self.names = tuple(dict.fromkeys([*(name for block in chosen for name in block.parameters), *self._free_names]))
-
-    @property
-    def _free_names(self) -> list[str]:
-        return [part.name for part in self._parts]
+        self._free: FreeComponent | None = None
+        self.widen()
 
     def _make_free(self, parts: Sequence[Part]) -> FreeComponent:
+        if self._free is not None:
+            with torch.no_grad():
+                self._free.restore(self.parameters)
         step = "euclidean" if self.geometry.name == "euclidean" else self.geometry.free
         return FreeComponent(parts, self.parameters, self.dtype, step)
 
@@ -580,6 +577,9 @@ class ParameterSpace:
         chosen = []
         for block in symmetries:
             if self.geometry.blocks == "attention" and block.kind not in _ATTENTION:
+                continue
+            if not block.verified:
+                self.notes.append(f"{block.name} is no block here because it was not verified")
                 continue
             frozen = [name for name in block.parameters if name not in self.parameters]
             if frozen:
@@ -591,6 +591,7 @@ class ParameterSpace:
     @property
     def components(self) -> tuple[Component, ...]:
         """The components, in the order of their coordinates."""
+        assert self._free is not None
         return (*self._pairs, self._free)
 
     @property
@@ -714,8 +715,8 @@ class ParameterSpace:
     def focus(self, gradients: Mapping[str, Tensor]) -> None:
         """Leave out the rows of embedding tables that a batch does not read.
 
-        Their derivative is zero for this batch wherever the weights are, so no ascent moves them. The model must stand at
-        the weights the space was made from. On fake tensors, whose values are unknown, nothing is left out.
+        Their derivative is zero for this batch wherever the weights are, so no ascent moves them. On fake tensors, whose
+        values are unknown, nothing is left out.
 
         Args:
             gradients: Partial derivatives of the loss of the batch.
@@ -729,7 +730,7 @@ class ParameterSpace:
         self._free = self._make_free(parts)
 
     def widen(self) -> None:
-        """Take all rows of embedding tables in again. The model must stand at the weights the space was made from."""
+        """Take all rows of embedding tables in again."""
         self._free = self._make_free(self._parts)
 
 
@@ -798,22 +799,3 @@ def _free_parts(parameters: Mapping[str, Tensor], blocks: Sequence[Block]) -> li
         elif not bool(mask.all()):
             parts.append(Part(name, index=mask.logical_not().nonzero().flatten().to(tensor.device)))
     return parts
-
-
-def parameter_space(
-    model: nn.Module, geometry: Geometry, symmetries: Symmetries | None = None, example_inputs: object = None
-) -> ParameterSpace:
-    """The space of a model, its symmetries looked for if they are needed and not given.
-
-    Args:
-        model: The model.
-        geometry: The geometry.
-        symmetries: The symmetries, as `find_symmetries` gives them.
-        example_inputs: Inputs for the search.
-
-    Returns:
-        The space around the model's present weights.
-    """
-    if geometry.name == "geodesic" and geometry.blocks != "none" and symmetries is None:
-        symmetries = find_symmetries(model, example_inputs)
-    return ParameterSpace(model, geometry, symmetries or ())

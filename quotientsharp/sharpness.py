@@ -1,0 +1,467 @@
+"""Sharpness: the worst loss in a ball around a model, in a geometry of the user's choice."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .ascent import Ascent, Peak, Surface
+from .measurement import Measurement, open_measurement, read_number
+from .objective import Loss, Objective
+from .space import Geometry, ParameterSpace
+from .symmetry import Symmetries
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `sharpness` tells its ``progress`` callback after every gradient.
+
+    Attributes:
+        batch: Number of the batch, from 0.
+        batches: Number of batches, if known.
+        rho: Radius of the ball.
+        restart: Number of the ascent within the batch, from 0.
+        step: Gradients taken in this ascent.
+        steps: Most gradients it may take.
+        value: Largest rise of the loss so far.
+        done: Whether the batch is finished.
+    """
+
+    batch: int
+    batches: int | None
+    rho: float
+    restart: int
+    step: int
+    steps: int
+    value: float
+    done: bool = False
+
+
+@dataclass
+class SharpnessResult:
+    """What `sharpness` measures.
+
+    Attributes:
+        value: Mean over batches of the largest rise of the loss in the ball (m-sharpness).
+        per_batch: That rise for each batch.
+        loss: Mean loss of the model itself.
+        interval: Bootstrap interval of 95 % for the mean over batches; None for a single batch.
+        converged: Whether every ascent ended with less left to gain than the tolerance asks for.
+        residual: Largest ``1 - cos(gradient, xi)`` over batches, where the worst losses were found; 0 at a maximum on the
+            boundary of the ball.
+        first_order: Mean over batches of ``rho |gradient|``, the first-order estimate of the same number.
+        gradients: Gradients taken for each batch, over all restarts.
+        by_block: The value by block and free parameter: its shares of the squared length of the worst step. At a
+            maximum on the boundary these are also their shares of the first-order rise. They sum up to the value.
+        by_layer: The same by layer.
+        by_head: The same by block and copy (head, or hidden unit for small blocks).
+        rho: Radius of the ball.
+        geometry: The geometry.
+        metric: The metric of the blocks.
+        retraction: Their retraction.
+        notes: What a reader should know beside the numbers.
+    """
+
+    value: float
+    per_batch: list[float]
+    loss: float
+    interval: tuple[float, float] | None
+    converged: bool
+    residual: float
+    first_order: float
+    gradients: list[int]
+    by_block: dict[str, float]
+    by_layer: dict[str, float]
+    by_head: dict[str, float]
+    rho: float
+    geometry: str
+    metric: str | float
+    retraction: str
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON can hold it.
+
+        Returns:
+            A dictionary of numbers, strings, lists and dictionaries.
+        """
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A few lines for a terminal."""
+        kind = f"geodesic ({self.metric}, {self.retraction})" if self.geometry == "geodesic" else self.geometry
+        spread = "" if self.interval is None else f" [{self.interval[0]:.4g}, {self.interval[1]:.4g}]"
+        count = len(self.per_batch)
+        state = "converged" if self.converged else f"not converged (residual {self.residual:.1e})"
+        lines = [
+            f"{kind} sharpness at rho = {self.rho:g}: {self.value:.6g}{spread}",
+            f"loss {self.loss:.6g}, first-order estimate {self.first_order:.4g}, {count} "
+            f"batch{'es' if count > 1 else ''}, {sum(self.gradients)} gradients, {state}",
+        ]
+        top = sorted(self.by_block.items(), key=lambda item: -item[1])[:5]
+        lines += [f"  {share / self.value:6.1%}  {name}" for name, share in top if self.value > 0]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+class SharpnessCurve(Sequence[SharpnessResult]):
+    """Sharpness over several radii.
+
+    Args:
+        results: One result per radius.
+    """
+
+    def __init__(self, results: Sequence[SharpnessResult]) -> None:
+        self._results = list(results)
+
+    @overload
+    def __getitem__(self, index: int) -> SharpnessResult: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SharpnessCurve: ...
+
+    def __getitem__(self, index: int | slice) -> SharpnessResult | SharpnessCurve:
+        """One result, or a shorter curve."""
+        return SharpnessCurve(self._results[index]) if isinstance(index, slice) else self._results[index]
+
+    def __len__(self) -> int:
+        """Number of radii."""
+        return len(self._results)
+
+    @property
+    def rhos(self) -> list[float]:
+        """The radii."""
+        return [result.rho for result in self]
+
+    @property
+    def values(self) -> list[float]:
+        """The sharpness at each radius."""
+        return [result.value for result in self]
+
+    @property
+    def converged(self) -> bool:
+        """Whether every ascent converged."""
+        return all(result.converged for result in self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The curve as JSON can hold it.
+
+        Returns:
+            ``{"results": [...]}``.
+        """
+        return {"results": [result.to_dict() for result in self]}
+
+    def __str__(self) -> str:
+        """One paragraph per radius."""
+        return "\n".join(str(result) for result in self)
+
+
+class ModelSurface(Surface):
+    """The loss of a model on one batch over the coordinates of a parameter space.
+
+    Args:
+        objective: The loss.
+        space: The space.
+        batch: The batch.
+    """
+
+    def __init__(self, objective: Objective, space: ParameterSpace, batch: Any) -> None:
+        self.objective, self.space, self.batch = objective, space, batch
+        self.error_bound = space.error_bound
+
+    def value(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The loss; see `Surface.value`."""
+        error = self.space.move_(z)
+        return self.objective.value(self.batch), error
+
+    def gradient(self, z: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The loss and its gradient; see `Surface.gradient`."""
+        error = self.space.move_(z)
+        loss, gradients = self.objective.gradient(self.batch)
+        self.space.pull(gradients, z, out)
+        return loss, error
+
+    def refine(self) -> bool:
+        """Integrate geodesics more finely; see `Surface.refine`."""
+        return self.space.refine()
+
+
+@overload
+def sharpness(
+    model: nn.Module, batches: Any, rho: float = ..., *, rhos: None = ..., **options: Any
+) -> SharpnessResult: ...
+
+
+@overload
+def sharpness(
+    model: nn.Module, batches: Any, rho: float = ..., *, rhos: Sequence[float], **options: Any
+) -> SharpnessCurve: ...
+
+
+def sharpness(
+    model: nn.Module,
+    batches: Any,
+    rho: float = 0.05,
+    *,
+    rhos: Sequence[float] | None = None,
+    loss: Loss | str | None = None,
+    geometry: str = "geodesic",
+    metric: str | float = "mix",
+    retraction: str = "christoffel",
+    relaxation: float = 0.0,
+    steps: int = 20,
+    tolerance: float = 1e-3,
+    restarts: int = 1,
+    blocks: str = "all",
+    free: str = "first_order",
+    symmetries: Symmetries | None = None,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> SharpnessResult | SharpnessCurve:
+    r"""Worst rise of the loss in a ball around a model.
+
+    ``S = mean over batches of max { L(R_theta(xi)) - L(theta) : xi horizontal, |xi|_theta <= rho }`` ("Hide & Seek", arXiv
+    2505.05409). With the geodesic geometry the number depends on the function that the network computes and not on which
+    of the equivalent weights happen to represent it. The model is measured in evaluation mode and comes back bit for bit
+    as it was, also after an exception or an interrupt.
+
+    Args:
+        model: Any PyTorch model. Parameters that do not require a gradient stay fixed, unless none requires one.
+        batches: An iterable of mappings as Hugging Face models take them, with labels, or of pairs of inputs and class
+            indices; one such batch will do. It is read once.
+        rho: Radius of the ball.
+        rhos: Several radii in place of one; each ascent starts where the one before ended.
+        loss: None for the model's own loss (a mapping) or cross-entropy (a pair); ``"logit_normalized"``; or a callable
+            ``loss(model, batch) -> scalar``.
+        geometry: ``"geodesic"``, ``"adaptive"`` or ``"euclidean"``.
+        metric: Metric of the blocks: ``"inv"``, ``"mix"`` or a number between 0 (inv) and 1 (mix).
+        retraction: How blocks move: ``"first_order"``, ``"christoffel"`` or ``"geodesic"``.
+        relaxation: Invariant relaxation of the metric: adds this share of the largest singular value to all.
+        steps: Most gradients per ascent.
+        tolerance: An ascent stops when less than this share of its gain seems left; 0 takes all steps.
+        restarts: Ascents per batch and radius; the second and later start at random.
+        blocks: Which blocks move on their quotients: ``"all"`` that are verified, ``"attention"`` only (the paper's
+            choice), or ``"none"``.
+        free: How other parameters move: ``"first_order"``, ``w (1 + z)`` as in the paper, or ``"geodesic"``, ``w exp(z)``.
+        symmetries: The model's symmetries, if `find_symmetries` was called already.
+        seed: Seed of random starts, of the bootstrap and of whatever the model draws.
+        progress: Called with a `Progress` after every gradient.
+
+    Returns:
+        A `SharpnessResult`; with ``rhos`` a `SharpnessCurve` in their order.
+
+    Raises:
+        ValueError: If an argument is out of range, a batch is unusable or the loss at the model itself is not finite.
+    """
+    radii = [read_number("rho", rho)] if rhos is None else [read_number("rhos", value) for value in rhos]
+    if not radii:
+        raise ValueError("rhos must hold at least one radius.")
+    for name, count in (("steps", steps), ("restarts", restarts)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be a positive integer, not {count!r}.")
+    read_number("tolerance", tolerance, zero=True)
+    chosen = Geometry.parse(geometry, metric, retraction, relaxation=relaxation, blocks=blocks, free=free)
+    climb = _Climb(sorted(set(radii)), steps, tolerance, restarts, seed, progress)
+    with open_measurement(model, batches, chosen, loss=loss, symmetries=symmetries, seed=seed) as measurement:
+        rows = [climb.batch(measurement, number, batch) for number, batch in enumerate(measurement.batches())]
+        notes = [*measurement.space.notes, *measurement.notes]
+    results = {
+        radius: _summarize(chosen, radius, [row[radius] for row in rows], seed, tolerance, notes)
+        for radius in climb.radii
+    }
+    return results[radii[0]] if rhos is None else SharpnessCurve([results[radius] for radius in radii])
+
+
+@dataclass
+class _Row:
+    """One batch at one radius."""
+
+    loss: float
+    gain: float
+    slope: float
+    gradients: int
+    residual: float
+    converged: bool
+    left_manifold: bool
+    resolution: float
+    shares: dict[str, Tensor]
+
+
+@dataclass
+class _Climb:
+    """The ascents of one batch."""
+
+    radii: list[float]
+    steps: int
+    tolerance: float
+    restarts: int
+    seed: int
+    progress: Callable[[Progress], None] | None
+
+    def batch(self, measurement: Measurement, number: int, batch: Any) -> dict[float, _Row]:
+        space, objective = measurement.space, measurement.objective
+        surface = ModelSurface(objective, space, batch)
+        center, gradient = self._center(surface, number)
+        slope = float(gradient.norm(dtype=torch.float64 if gradient.device.type != "mps" else None))
+        generator = torch.Generator(device=space.device).manual_seed(self.seed + number)
+        rows: dict[float, _Row] = {}
+        best: Peak | None = None
+        before = 0.0
+        for radius in self.radii:
+            ascent = Ascent(surface, center, radius, steps=self.steps, tolerance=self.tolerance)
+            peaks: list[Peak] = []
+            for restart in range(self.restarts):
+
+                def report(step: int, value: float, restart: int = restart, radius: float = radius) -> None:
+                    self._tell(measurement, number, radius, restart, step, value)
+
+                if restart > 0 or (best is None and slope == 0):
+                    peaks.append(ascent.run(space.random(generator).mul_(radius), report=report))
+                elif best is not None and best.z is not None:
+                    peaks.append(ascent.run(best.z.mul(radius / before), report=report))
+                else:
+                    last = radius == self.radii[-1] and self.restarts == 1
+                    peaks.append(
+                        ascent.run(space.zeros(), gradient=gradient if last else gradient.clone(), report=report)
+                    )
+                keep = max(peaks, key=lambda peak: peak.gain)
+                for peak in peaks:
+                    peak.z = peak.z if peak is keep else None
+            best = max(peaks, key=lambda peak: peak.gain)
+            before = radius
+            rows[radius] = _Row(
+                center,
+                best.gain,
+                slope,
+                sum(peak.gradients for peak in peaks),
+                best.residual,
+                best.converged or best.gain == 0 == slope,
+                any(peak.left_manifold for peak in peaks),
+                torch.finfo(space.dtype).eps * abs(center),
+                {} if best.z is None else {k: v.cpu() for k, v in space.squares(best.z).items()},
+            )
+        self._tell(measurement, number, before, self.restarts - 1, self.steps, rows[before].gain, done=True)
+        return rows
+
+    @staticmethod
+    def _center(surface: ModelSurface, number: int) -> tuple[float, Tensor]:
+        """Loss and gradient at the model itself, in the coordinates that the batch can move."""
+        space = surface.space
+        space.widen()
+        space.move_(space.zeros())
+        loss, gradients = surface.objective.gradient(surface.batch)
+        center = float(loss)
+        if not math.isfinite(center):
+            raise ValueError(
+                f"the loss of batch {number} is {center} at the model itself; sharpness needs weights and data that "
+                "give a finite loss."
+            )
+        space.focus(gradients)
+        zeros = space.zeros()
+        space.move_(zeros)
+        return center, space.pull(gradients, zeros, torch.empty_like(zeros))
+
+    def _tell(
+        self,
+        measurement: Measurement,
+        number: int,
+        radius: float,
+        restart: int,
+        step: int,
+        value: float,
+        *,
+        done: bool = False,
+    ) -> None:
+        if self.progress is not None:
+            event = Progress(number, measurement.count, radius, restart, step, self.steps, max(value, 0.0), done)
+            self.progress(event)
+
+
+def _summarize(
+    geometry: Geometry, radius: float, rows: Sequence[_Row], seed: int, tolerance: float, notes: Sequence[str]
+) -> SharpnessResult:
+    gains = np.array([row.gain for row in rows])
+    blocks: dict[str, float] = {}
+    layers: dict[str, float] = {}
+    heads: dict[str, float] = {}
+    for row in rows:
+        total = float(sum(part.double().sum() for part in row.shares.values()))
+        for name, part in row.shares.items():
+            scale = row.gain / len(rows) / total if total > 0 else 0.0
+            amount = scale * float(part.double().sum())
+            blocks[name] = blocks.get(name, 0.0) + amount
+            layers[layer_of(name)] = layers.get(layer_of(name), 0.0) + amount
+            if part.ndim == 1 and part.numel() <= _MOST_HEADS:
+                for copy, value in enumerate(part.double().tolist()):
+                    key = f"{name}[{copy}]"
+                    heads[key] = heads.get(key, 0.0) + scale * value
+    told = list(notes)
+    unfinished = sum(not row.converged for row in rows)
+    if unfinished and tolerance > 0:
+        told.append(
+            f"{unfinished} of {len(rows)} ascents had more than {tolerance:g} of their gain left; more steps would do"
+        )
+    if any(row.left_manifold for row in rows):
+        told.append("steps whose geodesic leaves the manifold were taken back; metric='inv' has none")
+    if any(0 < row.gain < 1e3 * row.resolution for row in rows):
+        told.append(
+            "the rise of the loss is near the resolution of its dtype; a larger rho or float64 weights would do"
+        )
+    return SharpnessResult(
+        value=float(gains.mean()),
+        per_batch=gains.tolist(),
+        loss=float(np.mean([row.loss for row in rows])),
+        interval=bootstrap_interval(gains, seed),
+        converged=unfinished == 0,
+        residual=max(row.residual for row in rows),
+        first_order=radius * float(np.mean([row.slope for row in rows])),
+        gradients=[row.gradients for row in rows],
+        by_block=blocks,
+        by_layer=layers,
+        by_head=heads,
+        rho=radius,
+        geometry=geometry.name,
+        metric=geometry.metric.name,
+        retraction=geometry.retraction,
+        notes=told,
+    )
+
+
+_MOST_HEADS = 256  # blocks with more copies are hidden units, not heads
+
+
+def layer_of(name: str) -> str:
+    """The layer a block or parameter belongs to.
+
+    Args:
+        name: Its name.
+
+    Returns:
+        The name up to its first number, such as ``encoder.layer.3``; for names without one, the module.
+    """
+    found = re.match(r"(.*?\.\d+)(?:\.|$)", name)
+    return found.group(1) if found else name.rpartition(".")[0] or name
+
+
+def bootstrap_interval(values: np.ndarray[Any, np.dtype[np.float64]], seed: int) -> tuple[float, float] | None:
+    """Percentile bootstrap of the mean, 95 %.
+
+    Args:
+        values: The values.
+        seed: Seed.
+
+    Returns:
+        The interval, or None for fewer than two values.
+    """
+    if len(values) < 2:
+        return None
+    generator = np.random.default_rng(seed)
+    draws = generator.integers(0, len(values), size=(10_000, len(values)))
+    low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
+    return float(low), float(high)
