@@ -7,6 +7,7 @@ midpoint rule with the same extrapolation. All three reduce to tall factors time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -60,24 +61,57 @@ def closed_form(frame: Frame, x: Pair, u: Pair, t: float = 1.0) -> Pair:
     return spread(closed_fields(frame, grams(frame, x, u), t), x, u)
 
 
-def closed_fields(frame: Frame, products: Grams, t: float = 1.0) -> Fields:
+def exponential(matrices: Tensor, bound: float | None = None) -> Tensor:
+    """Matrix exponential.
+
+    Args:
+        matrices: ``(..., k, k)``.
+        bound: A bound of their spectral norms, if the caller knows one: then a Taylor polynomial of degree 8 and as
+            many squarings as the bound asks for take a tenth of the time of torch's, whose derivative works on
+            matrices of twice the size.
+
+    Returns:
+        Their exponentials.
+    """
+    if bound is None:
+        result: Tensor = torch.linalg.matrix_exp(matrices)
+        return result
+    # The remainder is below theta^9 / 9!.
+    theta = 1 / 16 if matrices.dtype == torch.float64 else 1 / 2
+    squarings = max(0, math.ceil(math.log2(bound / theta))) if bound > 0 else 0
+    x = matrices / 2**squarings
+    one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    square = x @ x
+    cube, fourth = x @ square, square @ square
+    low = one + x + square / 2 + cube / 6
+    high = one / 24 + x / 120 + square / 720 + cube / 5040 + fourth / 40320
+    value = low + fourth @ high
+    for _ in range(squarings):
+        value = value @ value
+    return value
+
+
+def closed_fields(frame: Frame, products: Grams, t: float = 1.0, *, bound: float | None = None) -> Fields:
     """The small matrices of `closed_form`.
 
     Args:
         frame: The factored point.
         products: Gram products of the initial velocity.
         t: Time.
+        bound: A bound of the velocity's length in the metric inv, times ``t``, if one is known.
 
     Returns:
         The point at time ``t`` in the spans of point and velocity.
     """
     return Fields(
-        *_closed_factor(products.cross_g, products.square_g, frame.root_g, frame.root_g_inverse, t),
-        *_closed_factor(products.cross_h, products.square_h, frame.root_h, frame.root_h_inverse, t),
+        *_closed_factor(products.cross_g, products.square_g, frame.root_g, frame.root_g_inverse, t, bound),
+        *_closed_factor(products.cross_h, products.square_h, frame.root_h, frame.root_h_inverse, t, bound),
     )
 
 
-def _closed_factor(cross: Tensor, square: Tensor, root: Tensor, root_inverse: Tensor, t: float) -> Pair:
+def _closed_factor(
+    cross: Tensor, square: Tensor, root: Tensor, root_inverse: Tensor, t: float, bound: float | None
+) -> Pair:
     h = cross.shape[-1]
     mixed = root_inverse @ cross @ root_inverse.mT  # in the gauge where Y has orthonormal columns
     square = root_inverse @ square @ root_inverse.mT
@@ -85,8 +119,10 @@ def _closed_factor(cross: Tensor, square: Tensor, root: Tensor, root_inverse: Te
     scale = square.detach().diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30).sqrt().unsqueeze(-1).unsqueeze(-1)
     identity = torch.eye(h, dtype=mixed.dtype, device=mixed.device)
     exponent = torch.cat([torch.cat([mixed, -scale * identity], -1), torch.cat([square / scale, -mixed.mT], -1)], -2)
-    turn_a, turn_y = split_rows(torch.linalg.matrix_exp(t * exponent).narrow(-1, h, h), h)
-    stretch = torch.linalg.matrix_exp(t * mixed.mT) @ root.mT
+    # Each of the four blocks has a norm of at most the velocity's length.
+    turned = exponential(t * exponent, None if bound is None else 2 * bound)
+    turn_a, turn_y = split_rows(turned.narrow(-1, h, h), h)
+    stretch = exponential(t * mixed.mT, bound) @ root.mT
     return root_inverse.mT @ turn_y @ stretch, -(root_inverse.mT @ turn_a @ stretch) / scale
 
 
@@ -319,7 +355,14 @@ def _error(drift: Tensor, doubt: Tensor) -> Tensor:
 
 
 def retraction_fields(
-    retraction: str, metric: Metric, frame: Frame, products: Grams, *, steps: int = 1, levels: int = 6
+    retraction: str,
+    metric: Metric,
+    frame: Frame,
+    products: Grams,
+    *,
+    steps: int = 1,
+    levels: int = 6,
+    bound: float | None = None,
 ) -> tuple[Fields, Tensor | None]:
     """A retraction in small matrices: where it ends depends on point and step only through h x h products.
 
@@ -330,12 +373,13 @@ def retraction_fields(
         products: Gram products of the step, as `gl.grams` gives them.
         steps: Number of integration steps of a geodesic of mix.
         levels: Levels of extrapolation of a geodesic of mix.
+        bound: A bound of the step's length in the metric, if one is known; geodesics of inv are faster with it.
 
     Returns:
         The end point in the spans of point and step; the error of an integrated geodesic as `geodesic` gives it.
     """
     if retraction == "geodesic" and metric.is_inv:
-        return closed_fields(frame, products), None
+        return closed_fields(frame, products, bound=bound), None
     if retraction == "geodesic":
         path = split_fields(frame, products, steps=steps, levels=levels)
         return path.point, _error(path.drift, path.doubt)

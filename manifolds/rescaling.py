@@ -233,10 +233,8 @@ def geodesic_fields(metric: Metric, frame: Frame, products: Grams) -> tuple[Fiel
 
 
 def _cone(metric: Metric, growth: Tensor, square_g: Tensor, square_k: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Coefficients of ``g`` and of the part of ``a`` across it, likewise for ``k``; the reach.
-
-    ``growth`` is ``s'/s``, the squares are ``|u'|^2`` and ``|v'|^2``.
-    """
+    """Coefficients of ``g`` and of the part of ``a`` across it, likewise for ``k``; the reach."""
+    # `growth` is s'/s, the squares are |u'|^2 and |v'|^2.
     p = metric.exponent
     reach = torch.ones_like(growth)
     if p == 0:

@@ -1,9 +1,9 @@
-"""What every measurement does around its numbers: reads its arguments, opens the space, and leaves the model as it was."""
+"""What every measurement does around its numbers: read arguments, open the space, leave the model as it was."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .objective import Loss, Objective, inputs_of, read_loss, to_device, untouched
 from .space import Geometry, ParameterSpace
-from .symmetry import Symmetries, find_symmetries
+from .symmetry import Block, Symmetries, find_symmetries
 from .symmetry.inputs import make_inputs
 
 
@@ -38,6 +38,25 @@ def read_number(name: str, value: float, *, zero: bool = False) -> float:
     return float(value)
 
 
+def read_count(name: str, value: int, *, zero: bool = False) -> int:
+    """Read a positive integer.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+        zero: Whether zero will do.
+
+    Returns:
+        The integer.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < (0 if zero else 1):
+        raise ValueError(f"{name} must be a {'non-negative' if zero else 'positive'} integer, not {value!r}.")
+    return value
+
+
 def _one_batch(batches: Any) -> bool:
     """Whether the argument is a batch rather than an iterable of batches."""
     if isinstance(batches, Mapping):
@@ -57,12 +76,14 @@ class Measurement:
     Attributes:
         space: Its parameter space.
         objective: Its loss.
+        blocks: The symmetries the space was made from.
         count: Number of batches, if known.
         notes: What a reader should know.
     """
 
     space: ParameterSpace
     objective: Objective
+    blocks: Sequence[Block]
     count: int | None
     first: Any
     rest: Iterator[Any]
@@ -118,25 +139,26 @@ def open_measurement(
             first = next(rest)
         except StopIteration:
             raise ValueError("batches is empty; sharpness needs at least one batch.") from None
-        space = _open_space(model, geometry, symmetries, first)
+        blocks = _blocks(model, geometry, symmetries, first)
+        space = ParameterSpace(model, geometry, blocks)
         moving = {id(tensor) for tensor in space.parameters.values()}
         for tensor in model.parameters():
             tensor.requires_grad_(id(tensor) in moving)
         try:
-            yield Measurement(
-                space, Objective(model, chosen, space.parameters, seed), count, first, rest, _notes(space)
-            )
+            objective = Objective(model, chosen, space.parameters, seed)
+            yield Measurement(space, objective, blocks, count, first, rest, _notes(space))
         finally:
             space.restore_()
 
 
-def _open_space(model: nn.Module, geometry: Geometry, symmetries: Symmetries | None, batch: Any) -> ParameterSpace:
-    if geometry.name == "geodesic" and geometry.blocks != "none" and symmetries is None:
-        # A model that says what it takes gets inputs made to tell the groups apart; others see the batch.
-        device = next(model.parameters()).device
-        inputs = None if make_inputs(model) is not None else to_device(inputs_of(batch), device)
-        symmetries = find_symmetries(model, inputs)
-    return ParameterSpace(model, geometry, symmetries or ())
+def _blocks(model: nn.Module, geometry: Geometry, symmetries: Symmetries | None, batch: Any) -> Sequence[Block]:
+    if geometry.name != "geodesic" or geometry.blocks == "none":
+        return ()
+    if symmetries is not None:
+        return symmetries
+    # A model that says what it takes gets inputs made to tell the groups apart; others see the batch.
+    device = next(model.parameters()).device
+    return find_symmetries(model, None if make_inputs(model) is not None else to_device(inputs_of(batch), device))
 
 
 def _notes(space: ParameterSpace) -> list[str]:

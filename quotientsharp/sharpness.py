@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, overload
 
@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ascent import Ascent, Peak, Surface
-from .measurement import Measurement, open_measurement, read_number
+from .ascent import Ascent, Peak, Surface, length
+from .measurement import Measurement, open_measurement, read_count, read_number
 from .objective import Loss, Objective
 from .space import Geometry, ParameterSpace
 from .symmetry import Symmetries
+
+_LEAVES = "a geodesic of this length leaves the manifold"
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class SharpnessResult:
         loss: Mean loss of the model itself.
         interval: Bootstrap interval of 95 % for the mean over batches; None for a single batch.
         converged: Whether every ascent ended with less left to gain than the tolerance asks for.
-        residual: Largest ``1 - cos(gradient, xi)`` over batches, where the worst losses were found; 0 at a maximum on the
-            boundary of the ball.
+        residual: Largest ``1 - cos(gradient, xi)`` over batches, where the worst losses were found; 0 at a maximum on
+            the boundary of the ball.
         first_order: Mean over batches of ``rho |gradient|``, the first-order estimate of the same number.
         gradients: Gradients taken for each batch, over all restarts.
         by_block: The value by block and free parameter: its shares of the squared length of the worst step. At a
@@ -175,6 +177,25 @@ class ModelSurface(Surface):
         self.objective, self.space, self.batch = objective, space, batch
         self.error_bound = space.error_bound
 
+    def open(self) -> tuple[float, Tensor]:
+        """Loss and gradient at the model itself, in the coordinates that the batch can move.
+
+        Returns:
+            The loss, and the gradient at the origin of the coordinates, which the space has from now on.
+
+        Raises:
+            ValueError: If the loss is not finite.
+        """
+        space = self.space
+        space.widen()
+        space.move_(space.zeros())
+        loss, gradients = self.objective.gradient(self.batch)
+        center = finite_loss(float(loss))
+        space.focus(gradients)
+        zeros = space.zeros()
+        space.move_(zeros)
+        return center, space.pull(gradients, zeros, torch.empty_like(zeros))
+
     def value(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """The loss; see `Surface.value`."""
         error = self.space.move_(z)
@@ -226,10 +247,10 @@ def sharpness(
 ) -> SharpnessResult | SharpnessCurve:
     r"""Worst rise of the loss in a ball around a model.
 
-    ``S = mean over batches of max { L(R_theta(xi)) - L(theta) : xi horizontal, |xi|_theta <= rho }`` ("Hide & Seek", arXiv
-    2505.05409). With the geodesic geometry the number depends on the function that the network computes and not on which
-    of the equivalent weights happen to represent it. The model is measured in evaluation mode and comes back bit for bit
-    as it was, also after an exception or an interrupt.
+    ``S = mean over batches of max { L(R_theta(xi)) - L(theta) : xi horizontal, |xi|_theta <= rho }`` ("Hide & Seek",
+    arXiv 2505.05409). With the geodesic geometry the number depends on the function that the network computes and not on
+    which of the equivalent weights happen to represent it. The model is measured in evaluation mode and comes back
+    bit for bit as it was, also after an exception or an interrupt.
 
     Args:
         model: Any PyTorch model. Parameters that do not require a gradient stay fixed, unless none requires one.
@@ -248,7 +269,8 @@ def sharpness(
         restarts: Ascents per batch and radius; the second and later start at random.
         blocks: Which blocks move on their quotients: ``"all"`` that are verified, ``"attention"`` only (the paper's
             choice), or ``"none"``.
-        free: How other parameters move: ``"first_order"``, ``w (1 + z)`` as in the paper, or ``"geodesic"``, ``w exp(z)``.
+        free: How other parameters move: ``"first_order"``, ``w (1 + z)`` as in the paper, or ``"geodesic"``,
+            ``w exp(z)``.
         symmetries: The model's symmetries, if `find_symmetries` was called already.
         seed: Seed of random starts, of the bootstrap and of whatever the model draws.
         progress: Called with a `Progress` after every gradient.
@@ -262,9 +284,8 @@ def sharpness(
     radii = [read_number("rho", rho)] if rhos is None else [read_number("rhos", value) for value in rhos]
     if not radii:
         raise ValueError("rhos must hold at least one radius.")
-    for name, count in (("steps", steps), ("restarts", restarts)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a positive integer, not {count!r}.")
+    read_count("steps", steps)
+    read_count("restarts", restarts)
     read_number("tolerance", tolerance, zero=True)
     chosen = Geometry.parse(geometry, metric, retraction, relaxation=relaxation, blocks=blocks, free=free)
     climb = _Climb(sorted(set(radii)), steps, tolerance, restarts, seed, progress)
@@ -276,6 +297,124 @@ def sharpness(
         for radius in climb.radii
     }
     return results[radii[0]] if rhos is None else SharpnessCurve([results[radius] for radius in radii])
+
+
+def average_sharpness(
+    model: nn.Module,
+    batches: Any,
+    rho: float = 0.05,
+    *,
+    samples: int = 20,
+    loss: Loss | str | None = None,
+    geometry: str = "geodesic",
+    metric: str | float = "mix",
+    retraction: str = "christoffel",
+    relaxation: float = 0.0,
+    blocks: str = "all",
+    free: str = "first_order",
+    symmetries: Symmetries | None = None,
+    seed: int = 0,
+) -> AverageResult:
+    """Mean rise of the loss over the sphere of radius ``rho``: average-case sharpness.
+
+    Args:
+        model: Any PyTorch model; it comes back as it was.
+        batches: As for `sharpness`.
+        rho: Length of the random steps, which are uniform on the horizontal sphere.
+        samples: Random steps per batch.
+        loss: As for `sharpness`.
+        geometry: ``"geodesic"``, ``"adaptive"`` or ``"euclidean"``.
+        metric: Metric of the blocks.
+        retraction: Their retraction.
+        relaxation: Invariant relaxation of the metric.
+        blocks: ``"all"``, ``"attention"`` or ``"none"``.
+        free: ``"first_order"`` or ``"geodesic"``.
+        symmetries: The model's symmetries, if known.
+        seed: Seed of the random steps.
+
+    Returns:
+        An `AverageResult`.
+
+    Raises:
+        ValueError: If an argument is out of range, a batch is unusable or a geodesic leaves the manifold.
+    """
+    radius = read_number("rho", rho)
+    read_count("samples", samples)
+    chosen = Geometry.parse(geometry, metric, retraction, relaxation=relaxation, blocks=blocks, free=free)
+    rises: list[float] = []
+    per_batch: list[float] = []
+    with open_measurement(model, batches, chosen, loss=loss, symmetries=symmetries, seed=seed) as measurement:
+        space, objective = measurement.space, measurement.objective
+        generator = torch.Generator(device=space.device).manual_seed(seed)
+        space.prepare(space.random(generator).mul_(radius), radius)
+        losses = []
+        for batch in measurement.batches():
+            space.move_(space.zeros())
+            losses.append(finite_loss(float(objective.value(batch))))
+            found: list[float] = []
+            for _ in range(samples):
+                z = space.random(generator).mul_(radius)
+                while float(space.move_(z)) > space.error_bound:
+                    if not space.refine():
+                        raise ValueError(f"{_LEAVES}; a smaller rho, or metric='inv', would do.")
+                found.append(float(objective.value(batch)) - losses[-1])
+            rises += found
+            per_batch.append(float(np.mean(found)))
+        notes = [*space.notes, *measurement.notes]
+    error = float(np.std(rises, ddof=1) / math.sqrt(len(rises))) if len(rises) > 1 else math.nan
+    return AverageResult(
+        float(np.mean(per_batch)), error, per_batch, float(np.mean(losses)), radius, chosen.name, notes
+    )
+
+
+@dataclass
+class AverageResult:
+    """What `average_sharpness` measures.
+
+    Attributes:
+        value: Mean rise of the loss over random steps and batches.
+        error: Its standard error over the random steps.
+        per_batch: The mean rise of each batch.
+        loss: Mean loss of the model itself.
+        rho: Length of the steps.
+        geometry: The geometry.
+        notes: What a reader should know beside the numbers.
+    """
+
+    value: float
+    error: float
+    per_batch: list[float]
+    loss: float
+    rho: float
+    geometry: str
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON can hold it.
+
+        Returns:
+            A dictionary of numbers, strings and lists.
+        """
+        return asdict(self)
+
+
+def finite_loss(value: float) -> float:
+    """Refuse a model whose own loss is not finite.
+
+    Args:
+        value: The loss.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError: If it is not finite.
+    """
+    if not math.isfinite(value):
+        raise ValueError(
+            f"the loss at the model itself is {value}; sharpness needs weights and data that give a finite loss."
+        )
+    return value
 
 
 @dataclass
@@ -307,8 +446,8 @@ class _Climb:
     def batch(self, measurement: Measurement, number: int, batch: Any) -> dict[float, _Row]:
         space, objective = measurement.space, measurement.objective
         surface = ModelSurface(objective, space, batch)
-        center, gradient = self._center(surface, number)
-        slope = float(gradient.norm(dtype=torch.float64 if gradient.device.type != "mps" else None))
+        center, gradient = surface.open()
+        slope = length(gradient)
         generator = torch.Generator(device=space.device).manual_seed(self.seed + number)
         rows: dict[float, _Row] = {}
         best: Peak | None = None
@@ -316,6 +455,8 @@ class _Climb:
         for radius in self.radii:
             ascent = Ascent(surface, center, radius, steps=self.steps, tolerance=self.tolerance)
             peaks: list[Peak] = []
+            if slope > 0:
+                space.prepare(gradient * (radius / slope), radius)
             for restart in range(self.restarts):
 
                 def report(step: int, value: float, restart: int = restart, radius: float = radius) -> None:
@@ -326,7 +467,7 @@ class _Climb:
                 elif best is not None and best.z is not None:
                     peaks.append(ascent.run(best.z.mul(radius / before), report=report))
                 else:
-                    last = radius == self.radii[-1] and self.restarts == 1
+                    last = len(self.radii) == 1 and self.restarts == 1
                     peaks.append(
                         ascent.run(space.zeros(), gradient=gradient if last else gradient.clone(), report=report)
                     )
@@ -348,24 +489,6 @@ class _Climb:
             )
         self._tell(measurement, number, before, self.restarts - 1, self.steps, rows[before].gain, done=True)
         return rows
-
-    @staticmethod
-    def _center(surface: ModelSurface, number: int) -> tuple[float, Tensor]:
-        """Loss and gradient at the model itself, in the coordinates that the batch can move."""
-        space = surface.space
-        space.widen()
-        space.move_(space.zeros())
-        loss, gradients = surface.objective.gradient(surface.batch)
-        center = float(loss)
-        if not math.isfinite(center):
-            raise ValueError(
-                f"the loss of batch {number} is {center} at the model itself; sharpness needs weights and data that "
-                "give a finite loss."
-            )
-        space.focus(gradients)
-        zeros = space.zeros()
-        space.move_(zeros)
-        return center, space.pull(gradients, zeros, torch.empty_like(zeros))
 
     def _tell(
         self,
@@ -408,7 +531,7 @@ def _summarize(
             f"{unfinished} of {len(rows)} ascents had more than {tolerance:g} of their gain left; more steps would do"
         )
     if any(row.left_manifold for row in rows):
-        told.append("steps whose geodesic leaves the manifold were taken back; metric='inv' has none")
+        told.append(f"{_LEAVES} and was taken back; metric='inv' has no such end")
     if any(0 < row.gain < 1e3 * row.resolution for row in rows):
         told.append(
             "the rise of the loss is near the resolution of its dtype; a larger rho or float64 weights would do"

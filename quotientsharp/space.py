@@ -1,15 +1,17 @@
 """The parameters of a model as one Riemannian manifold, in coordinates where the ball around the model is round.
 
 A space is seen from the weights a model has when the space is made, ``theta``. A step is a flat vector ``z``: the
-coordinates of a tangent vector in an orthonormal frame at ``theta``, so that norms, inner products and projections onto a
-ball are those of plain vectors. What the geometries differ in is how a step moves the weights:
+coordinates of a tangent vector in an orthonormal frame at ``theta``, so that norms, inner products and projections
+onto a ball are those of plain vectors. What the geometries differ in is how a step moves the weights:
 
 - euclidean: every parameter by ``z`` itself;
-- adaptive: every parameter by ``w z``, which is the elementwise metric ``(xi / |w|)^2``; a parameter that is zero stays;
+- adaptive: every parameter by ``w z``, which is the elementwise metric ``(xi / |w|)^2``; a parameter that is zero
+  stays;
 - geodesic: blocks of a symmetry move on their quotient manifolds, horizontally, by one of the retractions; all other
   parameters as in the adaptive geometry.
 
-`ParameterSpace.move_` writes ``R(z)`` into the model, `ParameterSpace.pull` takes partial derivatives there back to ``z``.
+`ParameterSpace.move_` writes ``R(z)`` into the model, `ParameterSpace.pull` takes partial derivatives there back to
+``z``.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from .symmetry.blocks import stacked
 GEOMETRIES = ("geodesic", "adaptive", "euclidean")
 FREE_STEPS = ("first_order", "geodesic")
 _ATTENTION = ("qk", "vo")
+_MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Geometry:
         name: ``"geodesic"``, ``"adaptive"`` or ``"euclidean"``.
         metric: Metric of the blocks.
         retraction: Retraction of the blocks.
-        free: How parameters outside all blocks move: ``w (1 + z)`` for ``"first_order"``, the paper's choice, or their exact
-            geodesic ``w exp(z)`` for ``"geodesic"``.
+        free: How parameters outside all blocks move: ``w (1 + z)`` for ``"first_order"``, the paper's choice, or
+            their exact geodesic ``w exp(z)`` for ``"geodesic"``.
         blocks: ``"all"``, ``"attention"`` or ``"none"``.
     """
 
@@ -147,11 +150,11 @@ class Component(Protocol):
 class PairComponent:
     """Blocks of equal shape on their quotient manifold.
 
-    A tangent vector ``(a, b)`` has coordinates ``(a C, b D)`` where ``C C^T`` and ``D D^T`` are the weights of the metric
-    at the point. Where the symmetry is all of GL(h) the point first moves to the balanced gauge: the function stays, the
-    frame becomes diagonal, and weights that a bad gauge had pushed apart come back into range. Singular values
-    of the product that vanish to the precision of the weights mark directions in which the pair is no point of the
-    manifold; they stay where they are, so that the pair moves among the pairs of its own rank.
+    A tangent vector ``(a, b)`` has coordinates ``(a C, b D)`` where ``C C^T`` and ``D D^T`` are the weights of the
+    metric at the point. Where the symmetry is all of GL(h) the point first moves to the balanced gauge: the function
+    stays, the frame becomes diagonal, and weights that a bad gauge had pushed apart come back into range. Singular
+    values of the product that vanish to the precision of the weights mark directions in which the pair is no point of
+    the manifold; they stay where they are, so that the pair moves among the pairs of its own rank.
 
     Args:
         stack: The blocks.
@@ -169,7 +172,8 @@ class PairComponent:
         stack.gather(parameters, self.original)
         x = self.original.reshape(stack.copies, block.shape[1], self.h)
         self.size = x.numel()
-        self.steps = 1
+        self.radius: float | None = None
+        self.levels, self.steps = 2, 1
         self._diagonal = stack.kind == "rescaling" or block.group.dim == self.h**2
         self._tape: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
         if self._diagonal:
@@ -240,6 +244,20 @@ class PairComponent:
         """How many pairs have directions that stay where they are."""
         return int(self.alive.logical_not().any(-1).sum())
 
+    def refine(self) -> bool:
+        """Integrate geodesics more finely: with more levels of extrapolation, then with more steps.
+
+        Returns:
+            Whether there was room for that.
+        """
+        if self.levels < default_order(self.x.dtype) and not self._tall:
+            self.levels += 1
+        elif self.steps < _MOST_STEPS:
+            self.steps *= 2
+        else:
+            return False
+        return True
+
     def _shape(self, z: Tensor) -> Tensor:
         return z.view(self.x.shape)
 
@@ -276,9 +294,14 @@ class PairComponent:
             fields, reach = self._cone(vector)
             error: Tensor | None = torch.where(reach > 0, 0.0, math.inf).unsqueeze(0)
         else:
-            levels = default_order(self.x.dtype)
             fields, error = retraction_fields(
-                self.retraction, self.metric, self.frame, vector, steps=self.steps, levels=levels
+                self.retraction,
+                self.metric,
+                self.frame,
+                vector,
+                steps=self.steps,
+                levels=self.levels,
+                bound=self.radius,
             )
         return Fields(fields.on_g, into_g @ fields.on_a, fields.on_h, into_h @ fields.on_b), error
 
@@ -389,9 +412,9 @@ class PairComponent:
 class FreeComponent:
     """Parameters outside all blocks, elementwise.
 
-    In the adaptive metric a tangent vector ``xi`` has coordinates ``xi / w``; a step leads to ``w (1 + z)`` or, along the
-    exact geodesic, to ``w exp(z)``. A parameter that is zero cannot move in that metric, and does not: its coordinate has
-    derivative zero. In the Euclidean metric the coordinates are ``xi`` itself.
+    In the adaptive metric a tangent vector ``xi`` has coordinates ``xi / w``; a step leads to ``w (1 + z)`` or, along
+    the exact geodesic, to ``w exp(z)``. A parameter that is zero cannot move in that metric, and does not: its
+    coordinate has derivative zero. In the Euclidean metric the coordinates are ``xi`` itself.
 
     Args:
         parts: The parameters and which of their elements are free.
@@ -559,7 +582,7 @@ class ParameterSpace:
         held = sum(pair.held for pair in self._pairs)
         if held:
             self.notes.append(
-                f"{held} pairs of weights are of lower rank; they move among pairs of their own rank, dead ones not at all"
+                f"{held} pairs of weights are of lower rank: they move among such pairs; those of rank 0 do not move"
             )
         self._parts = _free_parts(self.parameters, chosen)
         self._free: FreeComponent | None = None
@@ -607,6 +630,17 @@ class ParameterSpace:
         """
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
+    def gaussian(self, generator: torch.Generator) -> Tensor:
+        """A standard normal vector on the horizontal space.
+
+        Args:
+            generator: Source of randomness, on the device of the space.
+
+        Returns:
+            A flat vector; in the mean its outer product with itself is the projection onto the horizontal space.
+        """
+        return self.project_(torch.randn(self.size, dtype=self.dtype, device=self.device, generator=generator))
+
     def random(self, generator: torch.Generator) -> Tensor:
         """A random horizontal direction of length one, uniform on the sphere.
 
@@ -616,9 +650,8 @@ class ParameterSpace:
         Returns:
             A flat vector.
         """
-        z = torch.randn(self.size, dtype=self.dtype, device=self.device, generator=generator)
-        self.project_(z)
-        return z.div_(z.norm())
+        z = self.gaussian(generator)
+        return z.div_(torch.linalg.vector_norm(z, dtype=small_dtype(z)).to(z.dtype))
 
     def _slices(self, z: Tensor) -> tuple[Tensor, ...]:
         return torch.split(z, [component.size for component in self.components])
@@ -649,17 +682,26 @@ class ParameterSpace:
         return 1e-12 if self.dtype == torch.float64 else 1e-8
 
     def refine(self) -> bool:
-        """Integrate with twice as many steps from now on.
+        """Integrate geodesics more finely from now on.
 
         Returns:
             Whether there was room for that; if not, the geodesic leaves the manifold.
         """
-        steps = max((pair.steps for pair in self._pairs), default=_MOST_STEPS)
-        if steps >= _MOST_STEPS:
-            return False
+        finer = [pair.refine() for pair in self._pairs]  # all of them, whatever the first says
+        return any(finer)
+
+    def prepare(self, z: Tensor, radius: float) -> None:
+        """Make ready for steps up to a length, and integrate their geodesics as finely as ``z`` needs.
+
+        Args:
+            z: Coordinates of a typical step.
+            radius: Length that no later step exceeds, by more than rounding.
+        """
         for pair in self._pairs:
-            pair.steps = 2 * steps
-        return True
+            pair.radius, pair.levels, pair.steps = 1.01 * radius, 2, 1
+        if self.geometry.retraction == "geodesic" and not self.geometry.metric.is_inv:
+            while known(self.move_(z) > self.error_bound) and self.refine():
+                pass
 
     def pull(self, gradients: Mapping[str, Tensor], z: Tensor, out: Tensor) -> Tensor:
         """Derivative of the loss in the coordinates at ``z``, where `move_` was last called.
@@ -715,8 +757,8 @@ class ParameterSpace:
     def focus(self, gradients: Mapping[str, Tensor]) -> None:
         """Leave out the rows of embedding tables that a batch does not read.
 
-        Their derivative is zero for this batch wherever the weights are, so no ascent moves them. On fake tensors, whose
-        values are unknown, nothing is left out.
+        Their derivative is zero for this batch wherever the weights are, so no ascent moves them. On fake tensors,
+        whose values are unknown, nothing is left out.
 
         Args:
             gradients: Partial derivatives of the loss of the batch.
@@ -732,9 +774,6 @@ class ParameterSpace:
     def widen(self) -> None:
         """Take all rows of embedding tables in again."""
         self._free = self._make_free(self._parts)
-
-
-_MOST_STEPS = 64
 
 
 def _touched(gradient: Tensor) -> Tensor | None:
