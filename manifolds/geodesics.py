@@ -85,7 +85,7 @@ def exponential(matrices: Tensor, bound: float | None = None) -> Tensor:
     cube, fourth = x @ square, square @ square
     low = one + x + square / 2 + cube / 6
     high = one / 24 + x / 120 + square / 720 + cube / 5040 + fourth / 40320
-    value = low + fourth @ high
+    value: Tensor = low + fourth @ high
     for _ in range(squarings):
         value = value @ value
     return value

@@ -2,14 +2,14 @@
 
 At a maximum on the boundary the gradient ``d`` points along ``z``, so the maximum is a fixed point of the power step
 ``T(z) = rho d / |d|``. Power steps alone reach it in two or three gradients where the loss is nearly linear or
-quadratic, and swing about it where the gradient turns fast; extrapolating over the last two of them (Anderson's method with one
-secant) keeps the speed and stops the swinging. A step that does not raise the loss is taken back: from the best
-iterate, projected gradient steps of adaptive length follow (Auto-PGD, Croce & Hein, arXiv 2003.01690, with its rule of
-halving), which also find a maximum inside the ball.
+quadratic, and swing about it where the gradient turns fast; extrapolating over the last two of them (Anderson's
+method with one secant) keeps the speed and stops the swinging. A step that does not raise the loss is taken back:
+from the best iterate, projected gradient steps of adaptive length follow (Auto-PGD, Croce & Hein, arXiv 2003.01690,
+with its rule of halving), which also find a maximum inside the ball.
 
 The gap ``rho |d| - <d, z>`` is what the ball still promises to first order. Divided by ``rho |d|`` it is
-``1 - cos(d, z)``. Summed as a geometric series with the ratio of the last two gaps it estimates all that is left to
-gain; the ascent stops when that is less than the tolerance asks for.
+``1 - cos(d, z)``. Summed as a geometric series with the ratio of successive gaps it estimates all that is left to
+gain; the ascent stops when that, and the last gain carried on likewise, are less than the tolerance asks for.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def dots(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         return torch.stack([torch.dot(a, b) for a, b in pairs]).to(wide)
     # The dot product of a CPU adds ten million terms in single precision, which loses four digits.
     return torch.stack([
-        torch.stack([torch.dot(x, y) for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)]).to(wide).sum()
+        torch
+        .stack([torch.dot(x, y) for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True)])
+        .to(wide)
+        .sum()
         for a, b in pairs
     ])
 
@@ -130,6 +133,7 @@ class _Best:
     inside: float = 0.0  # |z|^2
     along: float = 0.0  # <d, z> / |d|
     gap: float = math.inf  # rho |d| - <d, z>
+    ratio: float = 0.0  # of the last two gaps
     miss: float = 0.0  # |T - z|^2
     residual: float = math.inf
     left: float = math.inf
@@ -201,7 +205,7 @@ class Ascent:
                 inside = self._project(z, T, F, best, reach)
             if report is not None:
                 report(peak.gradients, best.gain)
-            if best.left <= self.tolerance or reach < 1e-6 * self.rho:
+            if self.tolerance > 0 and (best.left <= self.tolerance or reach < 1e-6 * self.rho):
                 break
         if best.gain > -math.inf:
             self._finish(peak, best, z, T, F)
@@ -223,11 +227,14 @@ class Ascent:
     def _judge(self, gain: float, slope: float, dz: float, inside: float, last: _Best) -> _Best:
         """Gap, residual and what is left at a new best iterate."""
         gap = max(self.rho * slope - dz, 0.0)
-        ratio = min(gap / last.gap, 0.9) if last.gap > 0 else 0.0
+        ratio = gap / last.gap if last.gap > 0 else 0.0
+        # A secant can make one gap small by luck, so the slower of the last two decides.
+        decay = min(max(ratio, last.ratio), 0.97)
         miss = max(self.rho**2 - 2 * self.rho * dz / slope + inside, 0.0)
-        left = gap / (1 - ratio) / gain if gain > 0 else math.inf
+        rise = max(gap, decay * (gain - last.gain)) if last.gain > -math.inf else gap
+        left = rise / (1 - decay) / gain if gain > 0 else math.inf
         residual = gap / max(self.rho * slope, gain)
-        return _Best(gain, inside, dz / slope, gap, miss, residual, left)
+        return _Best(gain, inside, dz / slope, gap, ratio, miss, residual, left)
 
     def _mixing(self, numbers: list[float], step: float, last: _Best, best: _Best) -> float:
         """Anderson's coefficient: how much of the last power step to mix into this one (negative: to go beyond)."""

@@ -87,8 +87,8 @@ def trust_region(slopes: np.ndarray[Any, Any], values: np.ndarray[Any, Any], rho
     """Largest value of ``<g, z> + sum_i values_i z_i^2 / 2`` in a ball.
 
     The maximizer is ``z_i = g_i / (mu - values_i)`` for the multiplier ``mu >= max(0, max values)`` that makes
-    ``|z| = rho``, or the unconstrained one inside the ball. Where ``g`` has no part along the largest eigenvector the rest of the
-    length goes there (the hard case).
+    ``|z| = rho``, or the unconstrained one inside the ball. Where ``g`` has no part along the largest eigenvector, the
+    rest of the length goes there (the hard case).
 
     Args:
         slopes: ``g`` in the eigenbasis.
@@ -102,7 +102,7 @@ def trust_region(slopes: np.ndarray[Any, Any], values: np.ndarray[Any, Any], rho
 
     def step(mu: float) -> np.ndarray[Any, Any]:
         gap = mu - values
-        return np.divide(slopes, gap, out=np.zeros_like(slopes), where=gap > 0)
+        return np.asarray(np.divide(slopes, gap, out=np.zeros_like(slopes), where=gap > 0))
 
     low, high = top, top + float(np.linalg.norm(slopes)) / rho
     for _ in range(200):
@@ -267,8 +267,8 @@ def relative_flatness(
     """Relative flatness of a layer (Petzka et al. 2021, arXiv 2001.00939), a reparametrization-aware baseline.
 
     ``kappa = sum_{s, t} <w_s, w_t> Tr(H_{s t})`` over pairs of rows of the layer's weight matrix ``W``, where
-    ``H_{s t}`` is the block of the Hessian that belongs to rows ``s`` and ``t``. With independent standard normal ``u`` and ``v`` this
-    is the mean of ``<V, H V>`` for ``V = (W v) u^T``, which is how it is estimated.
+    ``H_{s t}`` is the block of the Hessian that belongs to rows ``s`` and ``t``. With independent standard normal
+    ``u`` and ``v`` this is the mean of ``<V, H V>`` for ``V = (W v) u^T``, which is how it is estimated.
 
     Args:
         model: Any PyTorch model.

@@ -225,7 +225,8 @@ def sharpness(
 ) -> SharpnessCurve: ...
 
 
-def sharpness(
+# The overloads only tell the two kinds of results apart; the keywords are below.
+def sharpness(  # type: ignore[misc]
     model: nn.Module,
     batches: Any,
     rho: float = 0.05,
@@ -248,8 +249,8 @@ def sharpness(
     r"""Worst rise of the loss in a ball around a model.
 
     ``S = mean over batches of max { L(R_theta(xi)) - L(theta) : xi horizontal, |xi|_theta <= rho }`` ("Hide & Seek",
-    arXiv 2505.05409). With the geodesic geometry the number depends on the function that the network computes and not on
-    which of the equivalent weights happen to represent it. The model is measured in evaluation mode and comes back
+    arXiv 2505.05409). With the geodesic geometry the number depends on the function that the network computes and not
+    on which of the equivalent weights happen to represent it. The model is measured in evaluation mode and comes back
     bit for bit as it was, also after an exception or an interrupt.
 
     Args:

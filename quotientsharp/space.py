@@ -796,7 +796,7 @@ def moving_parameters(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: If the model has no such parameters.
     """
-    named = {
+    named: dict[str, Tensor] = {
         name: tensor
         for name, tensor in model.named_parameters(remove_duplicate=False)
         if tensor.is_floating_point() and tensor.numel() > 0
@@ -832,9 +832,9 @@ def _free_parts(parameters: Mapping[str, Tensor], blocks: Sequence[Block]) -> li
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        mask = taken.get(id(tensor))
-        if mask is None:
+        held = taken.get(id(tensor))
+        if held is None:
             parts.append(Part(name))
-        elif not bool(mask.all()):
-            parts.append(Part(name, index=mask.logical_not().nonzero().flatten().to(tensor.device)))
+        elif not bool(held.all()):
+            parts.append(Part(name, index=held.logical_not().nonzero().flatten().to(tensor.device)))
     return parts

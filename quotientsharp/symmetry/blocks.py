@@ -34,7 +34,7 @@ class Run(NamedTuple):
     """Rows of a piece that lie at equal distances, so that all their elements form one strided view."""
 
     start: int  # first row
-    count: int
+    rows: int
     offset: int  # of the first element in the flattened parameter
     strides: tuple[int, int, int]  # of copy, row and channel
 
@@ -108,8 +108,8 @@ class Piece:
         lead, base = (self.channel.shape[0], self.channel.shape[1]), tensor.storage_offset()
         return [
             (
-                tensor.as_strided((lead[0], run.count, lead[1]), run.strides, base + run.offset),
-                rows.narrow(1, run.start, run.count),
+                tensor.as_strided((lead[0], run.rows, lead[1]), run.strides, base + run.offset),
+                rows.narrow(1, run.start, run.rows),
             )
             for run in self.runs
         ]
