@@ -173,7 +173,7 @@ class PairComponent:
         x = self.original.reshape(stack.copies, block.shape[1], self.h)
         self.size = x.numel()
         self.radius: float | None = None
-        self.levels, self.steps = 2, 1
+        self.levels, self.steps = default_order(dtype), 1
         self._diagonal = stack.kind == "rescaling" or block.group.dim == self.h**2
         self._tape: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
         if self._diagonal:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .symmetry.breakers import rotate
+
 
 class Diagonal(nn.Module):
     """``x -> X (u * v)`` with orthonormal columns of ``X``."""
@@ -65,6 +67,41 @@ def classifier(seed: int = 0, **options: Any) -> tuple[Classifier, tuple[Tensor,
         functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     return model.eval(), (x, y)
+
+
+class Grouped(nn.Module):
+    """Rotary attention with four query heads over two key heads, and a gated layer, all in the precision it is given."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        h = width // 4
+        self.q, self.k, self.v = nn.Linear(width, 4 * h), nn.Linear(width, 2 * h), nn.Linear(width, 2 * h)
+        self.o, self.norm = nn.Linear(4 * h, width), nn.LayerNorm(width)
+        self.gate, self.up, self.down = nn.Linear(width, 24), nn.Linear(width, 24), nn.Linear(24, width)
+        self.head = nn.Linear(width, 3)
+        self.h = h
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, self.h)).transpose(-3, -2) for layer in (self.q, self.k, self.v))
+        k, v = k.repeat_interleave(2, -3), v.repeat_interleave(2, -3)
+        weights = torch.softmax(rotate(q) @ rotate(k).mT / self.h**0.5, -1)
+        x = x + self.o((weights @ v).transpose(-3, -2).flatten(-2))
+        y = self.norm(x)
+        logits: Tensor = self.head((x + self.down(functional.silu(self.gate(y)) * self.up(y))).mean(1))
+        return logits
+
+
+def grouped(seed: int = 0) -> tuple[Grouped, tuple[Tensor, Tensor]]:
+    """The rotary model in float64, and a batch."""
+    torch.manual_seed(seed)
+    return Grouped().double().eval(), (torch.randn(6, 96, 16, dtype=torch.float64), torch.arange(6) % 3)
+
+
+def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy of the next token in the precision of the model; the models' own loss is in float32."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def language_model(kind: str, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:

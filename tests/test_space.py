@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import quotientsharp as qs
-from quotientsharp.objective import Objective, default_loss
+from quotientsharp.objective import Loss, Objective, default_loss
 from quotientsharp.space import Geometry, ParameterSpace
 
-from .models import classifier, language_model
+from .models import causal_loss, classifier, grouped, language_model
 
 METRICS = ["inv", "mix", 0.3]
 RETRACTIONS = ["first_order", "christoffel", "geodesic"]
@@ -24,7 +24,7 @@ def cases() -> dict[str, tuple[nn.Module, object]]:
         "gelu": classifier(),
         "relu": classifier(activation="relu"),
         "gpt2": language_model("gpt2"),
-        "llama": language_model("llama"),
+        "grouped": grouped(),
     }
 
 
@@ -37,19 +37,23 @@ def models() -> dict[str, tuple[nn.Module, object, qs.Symmetries]]:
     return found
 
 
+def loss_of(batch: object) -> Loss:
+    return causal_loss if isinstance(batch, dict) and batch["labels"].ndim == 2 else default_loss
+
+
 def geometries() -> list[Geometry]:
     plain = [Geometry.parse("euclidean"), Geometry.parse("adaptive"), Geometry.parse("adaptive", free="geodesic")]
     return plain + [Geometry.parse("geodesic", m, r, free="geodesic") for m in METRICS for r in RETRACTIONS]
 
 
 @pytest.mark.parametrize("geometry", geometries(), ids=lambda g: f"{g.name}-{g.metric.name}-{g.retraction}-{g.free}")
-@pytest.mark.parametrize("name", ["gelu", "relu", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "gpt2", "grouped"])
 def test_pull_is_the_derivative_of_the_loss_along_the_retraction(
     models: dict[str, tuple[nn.Module, object, qs.Symmetries]], name: str, geometry: Geometry
 ) -> None:
     model, batch, symmetries = models[name]
     space = ParameterSpace(model, geometry, symmetries)
-    objective = Objective(model, default_loss, space.parameters)
+    objective = Objective(model, loss_of(batch), space.parameters)
     generator = torch.Generator().manual_seed(0)
     z, v = space.random(generator) * 0.2, space.random(generator)
 
@@ -61,7 +65,7 @@ def test_pull_is_the_derivative_of_the_loss_along_the_retraction(
         space.move_(z)
         _, gradients = objective.gradient(batch)
         slope = space.pull(gradients, z, torch.empty_like(z))
-        width = 1e-4
+        width = 1e-5
         difference = (
             8 * (loss(z + width * v) - loss(z - width * v)) - (loss(z + 2 * width * v) - loss(z - 2 * width * v))
         ) / (12 * width)
@@ -72,14 +76,14 @@ def test_pull_is_the_derivative_of_the_loss_along_the_retraction(
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("name", ["gelu", "relu", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "gpt2", "grouped"])
 def test_length_of_the_gradient_is_that_of_the_manifolds(
     models: dict[str, tuple[nn.Module, object, qs.Symmetries]], name: str, metric: str | float
 ) -> None:
     """The manifolds work at the weights as they are, the space in the balanced gauge."""
     model, batch, symmetries = models[name]
     space = ParameterSpace(model, Geometry.parse("geodesic", metric), symmetries)
-    objective = Objective(model, default_loss, space.parameters)
+    objective = Objective(model, loss_of(batch), space.parameters)
     _, gradients = objective.gradient(batch)
     expected = 0.0
     seen: set[str] = set()
@@ -91,7 +95,7 @@ def test_length_of_the_gradient_is_that_of_the_manifolds(
         seen |= set(block.parameters)
     for parameter, tensor in model.named_parameters():
         if parameter not in seen:
-            expected += float((tensor * gradients[parameter]).square().sum())
+            expected += float((tensor.detach() * gradients[parameter]).square().sum())
     zeros = space.zeros()
     space.move_(zeros)
     _, there = objective.gradient(batch)
@@ -102,7 +106,7 @@ def test_length_of_the_gradient_is_that_of_the_manifolds(
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("retraction", RETRACTIONS)
-@pytest.mark.parametrize("name", ["gelu", "relu", "llama"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "grouped"])
 def test_steps_are_those_of_the_manifolds(
     models: dict[str, tuple[nn.Module, object, qs.Symmetries]], name: str, metric: str | float, retraction: str
 ) -> None:
@@ -110,7 +114,7 @@ def test_steps_are_those_of_the_manifolds(
     model, batch, symmetries = models[name]
     geometry = Geometry.parse("geodesic", metric, retraction)
     space = ParameterSpace(model, geometry, symmetries)
-    objective = Objective(model, default_loss, space.parameters)
+    objective = Objective(model, loss_of(batch), space.parameters)
     zeros = space.zeros()
     space.move_(zeros)
     _, gradients = objective.gradient(batch)
@@ -120,7 +124,7 @@ def test_steps_are_those_of_the_manifolds(
     moved = float(objective.value(batch))
     space.restore_()
     other = copy.deepcopy(model)
-    _, gradients = Objective(other, default_loss, dict(other.named_parameters())).gradient(batch)
+    _, gradients = Objective(other, loss_of(batch), dict(other.named_parameters())).gradient(batch)
     with torch.no_grad():
         held: set[str] = set()
         for block in symmetries:
@@ -132,7 +136,7 @@ def test_steps_are_those_of_the_manifolds(
         for parameter, tensor in other.named_parameters():
             if parameter not in held:
                 tensor.add_(size * tensor.square() * gradients[parameter])
-    assert moved == pytest.approx(float(default_loss(other, batch)), rel=1e-7)
+    assert moved == pytest.approx(float(loss_of(batch)(other, batch).detach()), rel=1e-7)
 
 
 def test_weights_come_back_bit_for_bit(models: dict[str, tuple[nn.Module, object, qs.Symmetries]]) -> None:
@@ -153,12 +157,12 @@ def test_a_zero_weight_stays_zero_in_the_adaptive_metric() -> None:
         model.head.bias.zero_()
     for free in ("first_order", "geodesic"):
         space = ParameterSpace(model, Geometry.parse("adaptive", free=free))
-        objective = Objective(model, default_loss, space.parameters)
+        objective = Objective(model, loss_of(batch), space.parameters)
         _, gradients = objective.gradient(batch)
         slope = space.pull(gradients, space.zeros(), space.zeros())
         assert bool(slope.isfinite().all())
         space.move_(space.random(torch.Generator().manual_seed(0)))
-        assert float(model.head.bias.abs().max()) == 0
+        assert not model.head.bias.any()
         space.restore_()
 
 
@@ -166,13 +170,13 @@ def test_rows_of_embeddings_that_a_batch_does_not_read_are_left_out() -> None:
     model, batch = language_model("bert")
     space = ParameterSpace(model, Geometry.parse("adaptive"))
     whole = space.size
-    objective = Objective(model, default_loss, space.parameters)
+    objective = Objective(model, loss_of(batch), space.parameters)
     _, gradients = objective.gradient(batch)
     full = space.pull(gradients, space.zeros(), space.zeros())
     space.focus(gradients)
     part = space.pull(gradients, space.zeros(), space.zeros())
-    read = batch["input_ids"].unique().numel() + batch["input_ids"].shape[1] + 1
-    assert space.size == whole - (64 + 128 + 2 - read) * 16
+    read = batch["input_ids"].unique().numel() + batch["input_ids"].shape[1]
+    assert space.size == whole - (64 + 128 - read) * 16  # words and positions; there are two token types only
     assert float(part.norm()) == pytest.approx(float(full.norm()), rel=1e-12)
     space.widen()
     assert space.size == whole
@@ -181,10 +185,10 @@ def test_rows_of_embeddings_that_a_batch_does_not_read_are_left_out() -> None:
 def test_a_table_that_is_also_an_output_layer_is_left_whole() -> None:
     model, batch = language_model("gpt2")  # ties its output layer to its embedding
     space = ParameterSpace(model, Geometry.parse("adaptive"))
-    _, gradients = Objective(model, default_loss, space.parameters).gradient(batch)
+    _, gradients = Objective(model, loss_of(batch), space.parameters).gradient(batch)
     before = space.size
     space.focus(gradients)
-    assert space.size == before - (128 - 12) * 16  # positions only
+    assert space.size == before - (128 - 11) * 16  # positions only; the last of 12 predicts nothing
 
 
 def test_shared_tensors_have_one_set_of_coordinates() -> None:
@@ -212,6 +216,8 @@ def test_geodesics_are_integrated_finely_enough(retraction: str) -> None:
     symmetries = qs.find_symmetries(model, batch[0])
     space = ParameterSpace(model, Geometry.parse("geodesic", "mix", retraction), symmetries)
     z = space.random(torch.Generator().manual_seed(0)) * 0.8
+    for pair in space._pairs:
+        pair.levels = 2
     coarse = float(space.move_(z))
     space.prepare(z, 0.8)
     fine = float(space.move_(z))
@@ -270,4 +276,4 @@ def test_pairs_of_lower_rank_keep_their_rank() -> None:
             assert "2 pairs of weights are of lower rank" in space.notes[0]
     with pytest.raises(ValueError, match="needs pairs of full rank"):
         ParameterSpace(model, Geometry.parse("geodesic", 0.3, "geodesic"), symmetries)
-    assert math.isfinite(float(default_loss(model, batch)))
+    assert math.isfinite(float(default_loss(model, batch).detach()))
