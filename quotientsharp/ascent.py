@@ -274,3 +274,42 @@ class Ascent:
             peak.gain, peak.z = gain, z
         else:
             peak.z = torch.sub(T, F, out=F)
+
+
+def orthogonal_(z: Tensor, direction: Tensor) -> Tensor:
+    """Remove the part of a vector along a direction, in place.
+
+    Args:
+        z: The vector.
+        direction: A unit vector.
+
+    Returns:
+        The same tensor.
+    """
+    return z.sub_(direction * dots([(z, direction)]).to(z.dtype))
+
+
+class Across(Surface):
+    """A surface seen from the directions orthogonal to a given one, where another maximum may hide.
+
+    Args:
+        surface: The surface.
+        direction: A unit vector.
+    """
+
+    def __init__(self, surface: Surface, direction: Tensor) -> None:
+        self.surface, self.direction, self.error_bound = surface, direction, surface.error_bound
+
+    def value(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The value; see `Surface.value`."""
+        return self.surface.value(z)
+
+    def gradient(self, z: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The value and the gradient across the direction; see `Surface.gradient`."""
+        found = self.surface.gradient(z, out)
+        orthogonal_(out, self.direction)
+        return found
+
+    def refine(self) -> bool:
+        """Integrate the retraction more finely; see `Surface.refine`."""
+        return self.surface.refine()

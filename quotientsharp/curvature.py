@@ -173,11 +173,8 @@ def hessian(
 
         slope = _gradient(measurement, kept, space.zeros())
         norm = length(slope)
-        start = space.random(generator)
-        if norm > 0:
-            # The gradient leads to the curvature that an ascent meets, the random part to all the rest.
-            start = start.mul_(0.1).add_(slope, alpha=1 / norm)
-            start = start.div_(length(start))
+        # From the gradient, so that the model of the loss that Lanczos' method builds has the right slope.
+        start = slope / norm if norm > 0 else space.random(generator)
         values, errors, basis = lanczos(product, start, max(iterations, eigenvalues + 2))
         slopes = [float(number) for number in dots([(slope, vector) for vector in basis]).tolist()]
         draws = []

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ascent import Ascent, Surface, dots, length
+from .ascent import Across, Ascent, length, orthogonal_
 from .measurement import open_measurement, read_count, read_number
 from .objective import Loss
 from .sharpness import ModelSurface
@@ -43,27 +43,6 @@ class Landscape:
     rho: float
     loss: float
     worst: tuple[float, float]
-
-
-class _Across(Surface):
-    """A surface seen from the directions orthogonal to a given one."""
-
-    def __init__(self, surface: Surface, direction: Tensor) -> None:
-        self.surface, self.direction, self.error_bound = surface, direction, surface.error_bound
-
-    def value(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The loss; see `Surface.value`."""
-        return self.surface.value(z)
-
-    def gradient(self, z: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The loss and its gradient across the direction; see `Surface.gradient`."""
-        found = self.surface.gradient(z, out)
-        out.sub_(self.direction, alpha=float(dots([(out, self.direction)])))
-        return found
-
-    def refine(self) -> bool:
-        """See `Surface.refine`."""
-        return self.surface.refine()
 
 
 def landscape(
@@ -106,6 +85,9 @@ def landscape(
 
     Returns:
         A `Landscape`. Where a geodesic leaves the manifold the loss is NaN.
+
+    Raises:
+        ValueError: If an argument is out of range or the model can move in one direction only.
     """
     radius = read_number("rho", rho)
     read_count("points", points)
@@ -128,10 +110,16 @@ def landscape(
         one = one.mul_(radius / size) if size > 0 else space.random(generator).mul_(radius)
         across = one / radius
         start = space.random(generator)
-        start.sub_(across, alpha=float(dots([(start, across)])))
-        second = Ascent(_Across(surface, across), center, radius, steps=steps).run(start.mul_(radius / length(start)))
+        if length(orthogonal_(start, across)) < 1e-6:
+            raise ValueError(
+                "model has a single direction to move in, so there is no plane; plane=False does not help."
+            )
+        second = Ascent(Across(surface, across), center, radius, steps=steps).run(start.mul_(radius / length(start)))
         two = start if second.z is None else second.z
         two.mul_(radius / length(two))
+        gains = first.gain, max(second.gain, 0.0)
+        if gains[1] > gains[0]:
+            one, two, gains = two, one, (gains[1], gains[0])
         t = np.linspace(-1.0, 1.0, points)
         total, done = 2 * points + (points**2 if plane else 0), 0
 
@@ -155,4 +143,4 @@ def landscape(
         flat.focus(surface.objective.gradient(data)[1])
         straight = along([one * float(x) for x in t], flat)
         flat.restore_()
-    return Landscape(t, geodesic, straight, np.array(grid), radius, center, (first.gain, max(second.gain, 0.0)))
+    return Landscape(t, geodesic, straight, np.array(grid), radius, center, gains)

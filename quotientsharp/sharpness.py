@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ascent import Ascent, Peak, Surface, length
+from .ascent import Across, Ascent, Peak, Report, Surface, length, orthogonal_
 from .measurement import Measurement, open_measurement, read_count, read_number
 from .objective import Loss, Objective
 from .space import Geometry, ParameterSpace
@@ -175,7 +175,7 @@ class ModelSurface(Surface):
 
     def __init__(self, objective: Objective, space: ParameterSpace, batch: Any) -> None:
         self.objective, self.space, self.batch = objective, space, batch
-        self.error_bound = space.error_bound
+        self.error_bound, self.resolution = space.error_bound, 0.0
 
     def open(self) -> tuple[float, Tensor]:
         """Loss and gradient at the model itself, in the coordinates that the batch can move.
@@ -191,6 +191,7 @@ class ModelSurface(Surface):
         space.move_(space.zeros())
         loss, gradients = self.objective.gradient(self.batch)
         center = finite_loss(float(loss))
+        self.resolution = torch.finfo(loss.dtype).eps * abs(center)
         space.focus(gradients)
         zeros = space.zeros()
         space.move_(zeros)
@@ -267,7 +268,8 @@ def sharpness(  # type: ignore[misc]
         relaxation: Invariant relaxation of the metric: adds this share of the largest singular value to all.
         steps: Most gradients per ascent.
         tolerance: An ascent stops when less than this share of its gain seems left; 0 takes all steps.
-        restarts: Ascents per batch and radius; the second and later start at random.
+        restarts: Ascents per batch and radius. The second and later start at random, every other one after an ascent
+            among the directions orthogonal to the best so far.
         blocks: Which blocks move on their quotients: ``"all"`` that are verified, ``"attention"`` only (the paper's
             choice), or ``"none"``.
         free: How other parameters move: ``"first_order"``, ``w (1 + z)`` as in the paper, or ``"geodesic"``,
@@ -456,6 +458,7 @@ class _Climb:
         for radius in self.radii:
             ascent = Ascent(surface, center, radius, steps=self.steps, tolerance=self.tolerance)
             peaks: list[Peak] = []
+            keep: Peak | None = None
             if slope > 0:
                 space.prepare(gradient * (radius / slope), radius)
             for restart in range(self.restarts):
@@ -463,15 +466,19 @@ class _Climb:
                 def report(step: int, value: float, restart: int = restart, radius: float = radius) -> None:
                     self._tell(measurement, number, radius, restart, step, value)
 
-                if restart > 0 or (best is None and slope == 0):
-                    peaks.append(ascent.run(space.random(generator).mul_(radius), report=report))
-                elif best is not None and best.z is not None:
+                if restart == 0 and best is not None and best.z is not None:
                     peaks.append(ascent.run(best.z.mul(radius / before), report=report))
-                else:
+                elif restart == 0 and slope > 0:
                     last = len(self.radii) == 1 and self.restarts == 1
                     peaks.append(
                         ascent.run(space.zeros(), gradient=gradient if last else gradient.clone(), report=report)
                     )
+                else:
+                    start = space.random(generator)
+                    if restart % 2 == 1 and keep is not None and keep.z is not None:
+                        peaks += self._detour(ascent, start, keep.z, report)
+                        start = peaks[-1].z if peaks[-1] is not keep and peaks[-1].z is not None else start
+                    peaks.append(ascent.run(start.mul_(radius / length(start)), report=report))
                 keep = max(peaks, key=lambda peak: peak.gain)
                 for peak in peaks:
                     peak.z = peak.z if peak is keep else None
@@ -485,11 +492,22 @@ class _Climb:
                 best.residual,
                 best.converged or best.gain == 0 == slope,
                 any(peak.left_manifold for peak in peaks),
-                torch.finfo(space.dtype).eps * abs(center),
+                surface.resolution,
                 {} if best.z is None else {k: v.cpu() for k, v in space.squares(best.z).items()},
             )
         self._tell(measurement, number, before, self.restarts - 1, self.steps, rows[before].gain, done=True)
         return rows
+
+    def _detour(self, ascent: Ascent, start: Tensor, known: Tensor, report: Report) -> list[Peak]:
+        """Climb orthogonally to the best direction so far: random starts alone tend to end there again."""
+        direction = known / length(known)
+        start = orthogonal_(start.clone(), direction)
+        if length(start) < 1e-6:  # there is but one direction
+            return []
+        start.mul_(ascent.rho / length(start))
+        across = Across(ascent.surface, direction)
+        detour = Ascent(across, ascent.center, ascent.rho, steps=ascent.steps, tolerance=max(ascent.tolerance, 1e-2))
+        return [detour.run(start, report=report)]
 
     def _tell(
         self,

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from .manifolds.gl import Fields, Grams, Pair
 from .manifolds.metric import Metric
 from .manifolds.points import RETRACTIONS, known, work_dtype
 from .symmetry import Block, Stack
-from .symmetry.blocks import stacked
+from .symmetry.blocks import IntArray, assign_, stacked
 
 GEOMETRIES = ("geodesic", "adaptive", "euclidean")
 FREE_STEPS = ("first_order", "geodesic")
@@ -242,7 +243,8 @@ class PairComponent:
     @property
     def held(self) -> int:
         """How many pairs have directions that stay where they are."""
-        return int(self.alive.logical_not().any(-1).sum())
+        count = self.alive.logical_not().any(-1).sum()
+        return int(count) if known(count > 0) else 0
 
     def refine(self) -> bool:
         """Integrate geodesics more finely: with more levels of extrapolation, then with more steps.
@@ -292,7 +294,7 @@ class PairComponent:
         )
         if self.retraction == "geodesic" and self.h == 1:
             fields, reach = self._cone(vector)
-            error: Tensor | None = torch.where(reach > 0, 0.0, math.inf).unsqueeze(0)
+            error: Tensor | None = torch.zeros_like(reach).masked_fill(reach <= 0, math.inf)
         else:
             fields, error = retraction_fields(
                 self.retraction,
@@ -528,7 +530,7 @@ class Part:
         if self.rows is not None:
             tensor = tensor.index_select(0, self.rows)
         flat = tensor.reshape(-1)
-        out.copy_(flat if self.index is None else flat.index_select(0, self.index))
+        assign_(out, flat if self.index is None else flat.index_select(0, self.index))
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Copy elements into a tensor.
@@ -541,7 +543,7 @@ class Part:
         if self.rows is not None:
             tensor.index_copy_(0, self.rows, values.view(self.rows.numel(), *tensor.shape[1:]))
         elif self.index is None:
-            tensor.copy_(values.view(tensor.shape))
+            assign_(tensor, values.view(tensor.shape))
         else:
             flat = tensor.reshape(-1)
             flat.index_copy_(0, self.index, values)
@@ -821,12 +823,11 @@ def _embedding_tables(model: nn.Module, parameters: Mapping[str, Tensor]) -> set
 
 def _free_parts(parameters: Mapping[str, Tensor], blocks: Sequence[Block]) -> list[Part]:
     """What no block holds, each tensor once."""
-    taken: dict[int, Tensor] = {}
+    taken: dict[int, IntArray] = {}
     for block in blocks:
         for piece in block.pieces:
             tensor = parameters[piece.name]
-            mask = taken.setdefault(id(tensor), torch.zeros(tensor.numel(), dtype=torch.bool))
-            mask[piece.index().reshape(-1)] = True
+            taken.setdefault(id(tensor), np.zeros(tensor.numel(), dtype=np.int64))[piece.flat()] = 1
     parts, seen = [], set()
     for name, tensor in parameters.items():
         if id(tensor) in seen:
@@ -835,6 +836,6 @@ def _free_parts(parameters: Mapping[str, Tensor], blocks: Sequence[Block]) -> li
         held = taken.get(id(tensor))
         if held is None:
             parts.append(Part(name))
-        elif not bool(held.all()):
-            parts.append(Part(name, index=held.logical_not().nonzero().flatten().to(tensor.device)))
+        elif not held.all():
+            parts.append(Part(name, index=torch.from_numpy((held == 0).nonzero()[0]).to(tensor.device)))
     return parts

@@ -70,7 +70,7 @@ def classifier(seed: int = 0, **options: Any) -> tuple[Classifier, tuple[Tensor,
 
 
 class Grouped(nn.Module):
-    """Rotary attention with four query heads over two key heads, and a gated layer, all in the precision it is given."""
+    """Rotary attention with four query heads over two key heads, and a gated layer, in the precision it is given."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from ..manifolds import GLQuotient, RescalingQuotient, SubgroupQuotient
 from .groups import Group
 
 State = nn.Module | Mapping[str, Tensor]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 _MOST_RUNS = 64  # more strided views than this cost more than one irregular gather
 
@@ -30,6 +32,19 @@ def parameters_of(state: State) -> Mapping[str, Tensor]:
     return dict(state.named_parameters(remove_duplicate=False)) if isinstance(state, nn.Module) else state
 
 
+def assign_(target: Tensor, source: Tensor) -> None:
+    """Copy values, bit for bit where the dtypes agree.
+
+    Args:
+        target: Where to.
+        source: What, of the same shape.
+    """
+    if target.device.type == "cuda" and not torch.cuda.is_available():
+        torch.mul(source, 1, out=target)  # a build without CUDA knows no copy_ on fake CUDA tensors
+    else:
+        target.copy_(source)
+
+
 class Run(NamedTuple):
     """Rows of a piece that lie at equal distances, so that all their elements form one strided view."""
 
@@ -39,11 +54,11 @@ class Run(NamedTuple):
     strides: tuple[int, int, int]  # of copy, row and channel
 
 
-def _step(values: Tensor) -> int | None:
+def _step(values: IntArray) -> int | None:
     """The common difference of a sequence of numbers, or None."""
-    if values.numel() < 2:
+    steps = np.diff(values)
+    if steps.size == 0:
         return 0
-    steps = values.diff()
     return int(steps[0]) if bool((steps == steps[0]).all()) else None
 
 
@@ -60,6 +75,7 @@ class Piece:
     name: str
     channel: Tensor
     row: Tensor
+    _host: tuple[IntArray, IntArray] = field(init=False, repr=False)
 
     def index(self, device: torch.device | None = None) -> Tensor:
         """Flat indices into the parameter.
@@ -72,26 +88,40 @@ class Piece:
         """
         return (self.channel[:, None, :] + self.row[None, :, None]).to(device)
 
+    def __post_init__(self) -> None:
+        """Keep the offsets on the host, out of reach of modes that watch tensors."""
+        object.__setattr__(self, "_host", (self.channel.numpy(), self.row.numpy()))
+
     @cached_property
     def runs(self) -> tuple[Run, ...] | None:
         """The piece as strided views, or None where its elements lie irregularly."""
-        by_copy, by_channel = _step(self.channel[:, 0]), _step(self.channel[0])
+        channel, row = self._host
+        by_copy, by_channel = _step(channel[:, 0]), _step(channel[0])
         if by_copy is None or by_channel is None:
             return None
-        grid = torch.arange(self.channel.shape[0])[:, None] * by_copy + torch.arange(self.channel.shape[1]) * by_channel
-        first = int(self.channel[0, 0])
-        if not torch.equal(grid + first, self.channel.to(grid)):
+        copies, h = channel.shape
+        grid = channel[0, 0] + np.arange(copies)[:, None] * by_copy + np.arange(h) * by_channel
+        if not np.array_equal(grid, channel):
             return None
-        steps = self.row.diff()
-        edges = [0, *((steps.diff() != 0).nonzero().flatten() + 1).tolist(), self.row.numel() - 1]
+        breaks = (np.diff(row, 2) != 0).nonzero()[0] + 1
         runs, start = [], 0
-        for edge in edges[1:]:
+        for edge in [*breaks.tolist(), row.size - 1]:
             if start > edge:
                 continue
-            rows = self.row[start : edge + 1]
-            runs.append(Run(start, rows.numel(), first + int(rows[0]), (by_copy, _step(rows) or 0, by_channel)))
+            rows = row[start : edge + 1]
+            offset = int(channel[0, 0] + rows[0])
+            runs.append(Run(start, rows.size, offset, (by_copy, _step(rows) or 0, by_channel)))
             start = edge + 1
         return tuple(runs) if len(runs) <= _MOST_RUNS else None
+
+    def flat(self) -> IntArray:
+        """Flat indices into the parameter on the host, whatever mode torch is in.
+
+        Returns:
+            ``(copies * rows * h,)``.
+        """
+        channel, row = self._host
+        return np.asarray(channel[:, None, :] + row[None, :, None]).reshape(-1)
 
     def pairs(self, tensor: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]] | None:
         """Views of a parameter beside views of the rows of a point that belong there.
@@ -242,7 +272,7 @@ class Block:
                 rows.copy_(tensor.reshape(-1)[piece.index(tensor.device)])
             else:
                 for view, part in pairs:
-                    part.copy_(view)
+                    assign_(part, view)
 
     def scatter_(self, tensors: Mapping[str, Tensor], point: Tensor) -> None:
         """`write_` into tensors by name, by strided copies where the layout allows.
@@ -261,7 +291,7 @@ class Block:
                     tensor.copy_(flat.reshape(tensor.shape))
             else:
                 for view, part in pairs:
-                    view.copy_(part)
+                    assign_(view, part)
 
     def _rows(self, point: Tensor) -> list[tuple[Piece, Tensor]]:
         point = self._check(point)

@@ -12,9 +12,10 @@ D, HEADS, H = 16, 2, 8
 def rotate(x: Tensor, base: float = 100.0) -> Tensor:
     """Rotary embedding in halves, positions along the second last axis."""
     h, length = x.shape[-1], x.shape[-2]
-    angle = torch.arange(length, dtype=x.dtype)[:, None] * base ** (-torch.arange(h // 2, dtype=x.dtype) * 2 / h)
+    place, plane = (torch.arange(size, dtype=x.dtype, device=x.device) for size in (length, h // 2))
+    angle = torch.outer(place, base ** (-plane * 2 / h))
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
-    return x * cos + torch.cat([-x[..., h // 2 :], x[..., : h // 2]], -1) * sin
+    return x * cos + torch.cat([-x.narrow(-1, h // 2, h // 2), x.narrow(-1, 0, h // 2)], -1) * sin
 
 
 class Attention(nn.Module):
