@@ -16,7 +16,7 @@ import torch
 
 with warnings.catch_warnings():  # geoopt compiles with torch.jit, which torch calls deprecated
     warnings.simplefilter("ignore")
-    from . import manifolds
+    from . import manifolds, optim
 
 
 @dataclass
@@ -62,7 +62,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, median of {options.rounds} interleaved rounds")
     print(f"{'figure':78}{'ours':>10}{'other':>10}{'ratio':>8}{'target':>9}")
-    for make in manifolds.RATIOS:
+    for make in (*manifolds.RATIOS, *optim.RATIOS):
         ratio = make()
         if options.only not in ratio.name:
             continue

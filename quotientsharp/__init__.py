@@ -1,10 +1,12 @@
 """quotientsharp: measure, use and remove the parameter symmetries of transformers."""
 
-from . import manifolds
+from . import manifolds, optim
 from ._version import __version__
+from .attached import attach, attached, detach
 from .curvature import HessianResult, hessian, relative_flatness
 from .landscape import Landscape, landscape
 from .manifolds import GLQuotient, RescalingQuotient
+from .problem import pymanopt_problem
 from .sharpness import AverageResult, Progress, SharpnessCurve, SharpnessResult, average_sharpness, sharpness
 from .symmetry import Symmetries, find_symmetries
 
@@ -19,11 +21,16 @@ __all__ = [
     "SharpnessResult",
     "Symmetries",
     "__version__",
+    "attach",
+    "attached",
     "average_sharpness",
+    "detach",
     "find_symmetries",
     "hessian",
     "landscape",
     "manifolds",
+    "optim",
+    "pymanopt_problem",
     "relative_flatness",
     "sharpness",
 ]

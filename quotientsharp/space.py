@@ -32,7 +32,7 @@ from .manifolds.gl import Fields, Grams, Pair
 from .manifolds.metric import Metric
 from .manifolds.points import RETRACTIONS, known, work_dtype
 from .symmetry import Block, Stack
-from .symmetry.blocks import IntArray, assign_, stacked
+from .symmetry.blocks import IntArray, assign_, refuse_attached, stacked
 
 GEOMETRIES = ("geodesic", "adaptive", "euclidean")
 FREE_STEPS = ("first_order", "geodesic")
@@ -568,6 +568,8 @@ class ParameterSpace:
     """
 
     def __init__(self, model: nn.Module, geometry: Geometry, symmetries: Iterable[Block] = ()) -> None:
+        if geometry.name == "geodesic":
+            refuse_attached(model)
         self.geometry = geometry
         self.notes: list[str] = []
         self.parameters = moving_parameters(model)

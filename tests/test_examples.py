@@ -21,6 +21,15 @@ def test_compare_retractions(
     assert capsys.readouterr().out.count("pymanopt TrustRegions") == 6
 
 
+def test_train_on_quotient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr("sys.argv", ["train_on_quotient.py", "--out", str(tmp_path), "--quick"])
+    for _ in range(2):  # the second time everything is on disk
+        runpy.run_path(str(ROOT / "examples" / "train_on_quotient.py"), run_name="__main__")
+    assert len((tmp_path / "train_on_quotient.jsonl").read_text().splitlines()) == 15
+    assert capsys.readouterr().out.count("geodesic SAM on Riemannian Adam") == 4
+
+
 def test_the_readme_code_runs_and_learns() -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None

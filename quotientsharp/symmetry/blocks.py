@@ -45,6 +45,19 @@ def assign_(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+def refuse_attached(model: nn.Module) -> None:
+    """Refuse a model whose weights are read from manifold parameters: its plain parameters are not there.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: If the model is attached.
+    """
+    if any(getattr(type(module), "holds_stacked_points", False) for module in model.modules()):
+        raise ValueError("model is attached, so its plain parameters are not there; call detach(model), or use a copy.")
+
+
 class Run(NamedTuple):
     """Rows of a piece that lie at equal distances, so that all their elements form one strided view."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Block, Piece, Stack, parameters_of, stacked
+from .blocks import Block, Piece, Stack, parameters_of, refuse_attached, stacked
 from .check import SLOPE, TOLERANCE, Probe, Slopes, position_tables, slopes
 from .graph import ExportError, Graph
 from .inputs import read_inputs
@@ -205,10 +205,11 @@ def find_symmetries(model: nn.Module, example_inputs: Any = None) -> Symmetries:
         The symmetries.
 
     Raises:
-        ValueError: If inputs are needed or do not fit, or the model is not deterministic in eval mode.
+        ValueError: If inputs are needed or do not fit, or the model is attached or not deterministic in eval mode.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    refuse_attached(model)
     total = sum(p.numel() for p in model.parameters())
     args, kwargs = read_inputs(model, example_inputs)
     fixed = position_tables(model)
