@@ -1,6 +1,6 @@
 """quotientsharp: measure, use and remove the parameter symmetries of transformers."""
 
-from . import manifolds, optim
+from . import breaking, manifolds, optim, reduction
 from ._version import __version__
 from .attached import attach, attached, detach
 from .curvature import HessianResult, hessian, relative_flatness
@@ -24,6 +24,7 @@ __all__ = [
     "attach",
     "attached",
     "average_sharpness",
+    "breaking",
     "detach",
     "find_symmetries",
     "hessian",
@@ -31,6 +32,7 @@ __all__ = [
     "manifolds",
     "optim",
     "pymanopt_problem",
+    "reduction",
     "relative_flatness",
     "sharpness",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,6 +115,52 @@ def _print_rich(found: Any) -> None:
         console.print(line, markup=False)
 
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+"""Files of a model's folder that hold weights and are not copied."""
+
+
+def canonicalize(name: str, out: Path) -> int:
+    """Write a model with the same function and canonical weights.
+
+    Args:
+        name: The model, see `load_model`.
+        out: The folder to make. Of a Hugging Face folder everything but the weights is copied; other models are
+            written as ``model.safetensors``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: If the model cannot be read or the folder is in use.
+    """
+    from .symmetry import find_symmetries
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"OUT {str(out)!r} exists and is not an empty folder: name a new one.")
+    model: Any = load_model(name)
+    try:
+        found = find_symmetries(model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    kept = found.canonicalize_(model)
+    out.mkdir(parents=True, exist_ok=True)
+    if Path(name).is_dir():
+        for file in sorted(Path(name).iterdir()):
+            if file.is_file() and not file.name.endswith(WEIGHTS):
+                shutil.copy2(file, out / file.name)
+            elif file.is_dir() and not file.name.startswith("."):
+                shutil.copytree(file, out / file.name)
+        model.save_pretrained(str(out))
+    else:
+        from safetensors.torch import save_model
+
+        save_model(model, str(out / "model.safetensors"))
+    print(f"{len(found)} blocks moved to the canonical gauge: {out}")
+    for block, reason in kept:
+        print(f"kept  {block}: {reason}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point.
 
@@ -127,8 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("symmetries", help="print the parameter symmetries of a model")
     command.add_argument("model", metavar="MODEL", help="a local Hugging Face folder, or module:factory")
+    command = commands.add_parser("canonicalize", help="write a model with canonical weights and the same function")
+    command.add_argument("model", metavar="MODEL", help="a local Hugging Face folder, or module:factory")
+    command.add_argument("out", metavar="OUT", type=Path, help="a new folder")
     options = parser.parse_args(argv)
     try:
+        if options.command == "canonicalize":
+            return canonicalize(options.model, options.out)
         return symmetries(options.model)
     except UserError as error:
         print(f"quotientsharp: {error}", file=sys.stderr)

@@ -127,6 +127,7 @@ class Projection:
         source: Elements per output channel, the bias as one more entry.
         reader: Elements per input channel.
         reason: Why the elements could not be told, if so.
+        shifted: Whether a constant is added to its weight or bias.
     """
 
     node: fx.Node
@@ -136,6 +137,7 @@ class Projection:
     source: list[Elements]
     reader: list[Elements]
     reason: str = ""
+    shifted: bool = False
 
 
 def projection(graph: Graph, node: fx.Node) -> Projection | None:
@@ -178,10 +180,11 @@ def _projection(graph: Graph, found: Contraction, *, swap: bool) -> Projection:
     out_axes = tuple(i for i, c in enumerate(out_labels) if c in weight_labels)
     in_axes = tuple(i for i, c in enumerate(act_labels) if c in weight_labels)
     result = Projection(found.node, act, out_axes, in_axes, [], [])
-    view = trace(graph, weight)
+    view = trace(graph, weight, shifted=True)
     if isinstance(view, str):
         result.reason = view
         return result
+    result.shifted = bool(_constants(graph, weight))
     name, index = view
     made, read = [out_labels[i] for i in out_axes], [act_labels[i] for i in in_axes]
     result.source.append(_elements(name, index, weight_labels, made))
@@ -195,7 +198,11 @@ def _add_bias(graph: Graph, found: Contraction, result: Projection, out_labels: 
     """A bias runs along the last axes of the output."""
     bias = found.bias
     assert bias is not None
-    view = trace(graph, bias) if graph.is_weight(bias) else "its bias is not a parameter"
+    if bias not in graph.on_parameters and bias not in graph.on_inputs:
+        result.shifted = True
+        return
+    result.shifted |= bool(_constants(graph, bias))
+    view = trace(graph, bias, shifted=True) if graph.is_weight(bias) else "its bias is not a parameter"
     rank = _rank(bias)
     if isinstance(view, str) or tuple(range(len(out_labels) - rank, len(out_labels))) != result.out_axes:
         result.reason = view if isinstance(view, str) else "its bias does not run along the channels"
@@ -251,7 +258,21 @@ def _elements(name: str, index: Strided, labels: str, channels: list[str]) -> El
     )
 
 
-def trace(graph: Graph, node: fx.Node) -> tuple[str, Strided] | str:
+def _constants(graph: Graph, node: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Sums of a parameter and a constant on the way to a weight, each with the term that is made of the parameter."""
+    found = {}
+    for current in graph.ancestors(node):
+        if current.target != aten.add.Tensor or current not in graph.on_parameters or current.kwargs:
+            continue
+        terms = [arg for arg in current.args if isinstance(arg, fx.Node)]
+        trained = [term for term in terms if graph.is_weight(term)]
+        fixed = [term for term in terms if term not in graph.on_parameters and term not in graph.on_inputs]
+        if len(trained) == len(fixed) == 1 and trained[0].meta["val"].shape == current.meta["val"].shape:
+            found[current] = trained[0]
+    return found
+
+
+def trace(graph: Graph, node: fx.Node, *, shifted: bool = False) -> tuple[str, Strided] | str:
     """Follow a weight back to the one parameter it is a view of.
 
     The views are applied to a tensor without data, whose strides then say which element went where.
@@ -259,6 +280,7 @@ def trace(graph: Graph, node: fx.Node) -> tuple[str, Strided] | str:
     Args:
         graph: The graph.
         node: A node made of parameters alone.
+        shifted: Whether a constant may be added on the way; the caller must then note it.
 
     Returns:
         The parameter's name with offset, shape and strides, or the reason why it is not a view of one parameter.
@@ -270,9 +292,12 @@ def trace(graph: Graph, node: fx.Node) -> tuple[str, Strided] | str:
     name = graph.parameters[leaves[0]]
     base = torch.empty(graph.shapes[name], dtype=torch.float64, device="meta")
     values: dict[fx.Node, Any] = {leaves[0]: base}
+    sums = _constants(graph, node) if shifted else {}
     try:
         for current in sorted(chain, key=graph.order.__getitem__):
-            if current not in values:
+            if current in sums:
+                values[current] = values[sums[current]]
+            elif current not in values:
                 args = fx.node.map_arg(current.args, lambda n: values[n] if n in values else graph.value(n))
                 kwargs = fx.node.map_arg(current.kwargs, lambda n: values[n] if n in values else graph.value(n))
                 values[current] = _as_view(current, args, dict(kwargs))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Block, Piece, Stack, parameters_of, refuse_attached, stacked
+from .canonical import canonical_point, has_canonical_point
 from .check import SLOPE, TOLERANCE, Probe, Slopes, position_tables, slopes
 from .graph import ExportError, Graph
+from .groups import Group, stabilizer
 from .inputs import read_inputs
 from .names import propose_by_name
 from .propose import Part, Proposer, Refusal, Unit, common_prefix
@@ -151,35 +153,40 @@ class Symmetries(Sequence[Block]):
             wide = point.double() if point.is_floating_point() else point
             block.write_(model, block.act(wide, A.to(wide.device)).to(point.dtype))
 
-    def canonicalize_(self, model: nn.Module) -> None:
-        """Bring every block whose group is GL(h) or a rescaling to the balanced gauge, in place; the function stays.
+    def canonicalize_(self, model: nn.Module) -> list[Refusal]:
+        """Bring every block to the canonical point of its orbit, in place; the function stays.
 
-        Smaller groups stay as they are: the balanced gauge is not on their orbit.
+        GL(h): the balanced gauge ``G^T G = H^T H = diag(s)``, with ``s`` the singular values of ``G H^T``, descending,
+        and the first entry of a column of ``G`` that is within 0.1 % of its largest positive. Singular values closer
+        than the root of the machine precision (at most 1e-3), relative to the largest, count as equal: inside such a
+        cluster singular vectors are noise, and the basis is fixed by the space that they span, see
+        ``symmetry/canonical.py``; ``G^T G = H^T H`` still holds exactly and is diagonal up to the width of the cluster.
+        Rescalings, diagonal and rotary groups: equal lengths, the same entry of ``G`` positive (real and positive for
+        a rotated pair of channels). O(h): the singular vectors of ``G`` above ``H``.
+
+        The form is deterministic, and bit for bit idempotent. Two models on one orbit end close to each other: up to
+        rounding of their weights times ``s[0]`` over the smallest gap between clusters. As every canonical form it
+        jumps somewhere: where a gap passes the width of a cluster, or another entry becomes the pivot.
 
         Args:
             model: The model.
+
+        Returns:
+            What stays as it is, as pairs (block, reason): copies whose product has lower rank than h, as an adapter
+            with ``B = 0``, since their orbit has no balanced point and the limit would be zero on both sides; and
+            groups without a known canonical point.
         """
         tensors = parameters_of(model)
+        kept: list[Refusal] = []
         for block in self:
             point = block.read(tensors).detach()
-            balanced = _balanced(block, point.double())
-            if balanced is not None:
-                block.write_(model, balanced.to(point.dtype))
-
-
-def _balanced(block: Block, point: Tensor) -> Tensor | None:
-    if block.kind == "rescaling":
-        left, right = point[:, : block.n].norm(dim=1), point[:, block.n :].norm(dim=1)
-        live = (left > 0) & (right > 0)
-        c = torch.where(live, (left / right.clamp_min(1e-300)).sqrt(), 1.0)
-        if not block.group.positive:
-            at = point[:, : block.n].abs().argmax(1, keepdim=True)
-            c = c * torch.where(point.gather(1, at)[:, 0] < 0, -1.0, 1.0)
-        return block.act(point, c)
-    if block.group.dim != block.h**2 or min(block.n, block.m) < block.h:
-        return None
-    canonical: Tensor = block.manifold().canonical(point)
-    return canonical
+            canonical, live = canonical_point(block, point)
+            block.write_(model, canonical)
+            dead = int((~live).sum())
+            if dead:
+                why = "lower rank" if has_canonical_point(block) else "a group without a canonical point"
+                kept.append((block.name, f"{dead} of {block.copies} copies: {why}"))
+        return kept
 
 
 def _short(prefix: str, name: str) -> str:
@@ -402,12 +409,35 @@ def _choose(block: Block, found: Slopes, note: str) -> str:
     share = float(found.alive.double().mean())
     if share < (0.5 if block.kind == "rescaling" else 1.0):
         return "the output does not depend on it for these inputs, so it cannot be checked"
-    for group in block.candidates:
+    for group in (*block.candidates[:1], *_kept(block, found), *block.candidates[1:]):
         if found.error(group) <= SLOPE:
             block.group = group
             return ""
     text = f"moving it changes the output (relative slope {found.error(block.group):.0e})"
     return f"{note}, and {text}" if note else text
+
+
+def _kept(block: Block, found: Slopes) -> list[Group]:
+    """The group that keeps the vectors which stand out in the derivatives, as a constant beside the rows of G does.
+
+    Moved along ``L``, a pair with a constant row ``b`` in G changes the function by ``b^T L u``: all derivatives are of
+    the form ``b u^T``.
+
+    Args:
+        block: The block.
+        found: Its derivatives.
+
+    Returns:
+        The group, or nothing where the derivatives have no vector in common.
+    """
+    h = block.h
+    if block.kind == "rescaling" or block.group.dim != h**2 or not bool(found.alive.any()):
+        return []
+    parts = [(D / scale[:, None, None])[found.alive] for D, scale in zip(found.D, found.scale, strict=True)]
+    columns = torch.cat(parts).permute(1, 0, 2).reshape(h, -1)
+    vectors, values, _ = torch.linalg.svd(columns, full_matrices=False)
+    rank = int((values > 1e-7 * values[0]).sum())
+    return [stabilizer(vectors[:, :rank])] if rank < h else []
 
 
 def _one_by_one(probe: Probe, blocks: list[Block], generator: torch.Generator) -> tuple[list[Block], list[Refusal]]:

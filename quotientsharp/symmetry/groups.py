@@ -30,12 +30,14 @@ class Group(str):
         dim: Dimension of the group, for one copy.
         style: How a rotary embedding pairs the channels (``"half"``, ``"interleaved"``, ``"paired"``), or ``""``.
         positive: Whether only the part connected to the identity is a symmetry, as for ReLU.
+        fixed: Orthonormal vectors ``(h, r)`` that the group keeps, ``b^T A = b^T``, or None.
     """
 
     h: int
     dim: int
     style: str
     positive: bool
+    fixed: Tensor | None
     _basis: Basis
     _draw: Draw | None
 
@@ -59,14 +61,19 @@ class Group(str):
         """
         group = cls(name)
         group.h, group.dim, group.style, group.positive = h, dim, style, positive
-        group._basis, group._draw = basis, draw
+        group._basis, group._draw, group.fixed = basis, draw, None
         return group
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle and copy by value."""
-        return _remake, (str(self), self.h, self.dim, self.algebra(), self.style, self.positive, self._kind())
+        kind = self._kind()
+        # The usual groups are made again from their size: a basis of GL(64) alone would be 16 million numbers.
+        data = self.fixed if self.fixed is not None else torch.zeros(0) if kind in _SIMPLE else self.algebra()
+        return _remake, (str(self), self.h, self.dim, data, self.style, self.positive, kind)
 
     def _kind(self) -> str:
+        if self.fixed is not None:
+            return "stabilizer"
         return (
             self.split("(")[0] if str(self) in _simple_names(self.h) else "commutant" if self._draw else "exponential"
         )
@@ -92,6 +99,9 @@ class Group(str):
             return L
         if self == f"O({self.h})":  # the basis would be h^4 / 2 numbers
             return (L - L.mT) / 2
+        if self.fixed is not None:
+            fixed = self.fixed.to(L)
+            return L - fixed @ (fixed.mT @ L)
         if self == f"Diagonal({self.h})":
             return torch.diag_embed(L.diagonal(dim1=-2, dim2=-1))
         flat = self.algebra().to(L).flatten(1)
@@ -131,8 +141,13 @@ def _remake(name: str, h: int, dim: int, algebra: Tensor, style: str, positive: 
         return simple[kind](h)
     if kind == "Rescaling":
         return rescaling(positive=positive)
+    if kind == "stabilizer":
+        return stabilizer(algebra)
     draw = _associative(algebra, h) if kind == "commutant" else None
     return Group.make(name, h, dim, lambda: algebra, draw, style=style, positive=positive)
+
+
+_SIMPLE = ("GL", "O", "Rescaling")
 
 
 def _simple_names(h: int) -> set[str]:
@@ -216,6 +231,33 @@ def _signed(h: int) -> Draw:
         return torch.diag_embed(torch.exp(0.5 * scale * numbers[0]) * numbers[1].sign())
 
     return draw
+
+
+def stabilizer(fixed: Tensor) -> Group:
+    """Invertible matrices that keep given vectors, ``b^T A = b^T``: what constants added to the rows of G leave.
+
+    Args:
+        fixed: The vectors, ``(h, r)`` with ``0 < r < h``, independent.
+
+    Returns:
+        The group ``Aff(h - 1)`` for one vector (affine maps of what is left), else ``Stabilizer(h, r)``; its dimension
+        is ``h (h - r)``.
+    """
+    h, r = fixed.shape
+    basis, _ = torch.linalg.qr(fixed.double(), mode="complete")
+    kept, free = basis[:, :r], basis[:, r:]
+
+    def algebra() -> Tensor:
+        return torch.einsum("ia,jk->akij", free, torch.eye(h, dtype=torch.float64)).reshape(-1, h, h)
+
+    def draw(copies: int, scale: float, generator: torch.Generator | None) -> Tensor:
+        noise = _gauss(copies, h, scale, generator) - torch.eye(h, dtype=torch.float64)
+        drawn: Tensor = torch.eye(h, dtype=torch.float64) + free @ (free.mT @ noise)
+        return drawn
+
+    group = Group.make(f"Aff({h - 1})" if r == 1 else f"Stabilizer({h}, {r})", h, h * (h - r), algebra, draw)
+    group.fixed = kept
+    return group
 
 
 def scalar(h: int) -> Group:

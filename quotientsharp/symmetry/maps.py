@@ -23,10 +23,17 @@ class Unclear(Exception):
 
 @dataclass
 class Head:
-    """How one head depends on the channels of a projection: ``R[s]`` maps channels to the head at position s."""
+    """How one head depends on the channels of a projection: ``R[s]`` maps channels to the head at position s.
+
+    Attributes:
+        channels: The channels.
+        R: The maps, ``(positions, channels, h)``.
+        constant: Whether a constant is added on the way; the maps leave it out.
+    """
 
     channels: tuple[int, ...]
     R: Tensor
+    constant: bool = False
 
 
 def spread(size: int, count: int = POSITIONS) -> list[int]:
@@ -92,13 +99,8 @@ def heads(
 
     Returns:
         One entry per head, in the order of ``arrange``.
-
-    Raises:
-        Unclear: If a constant is added between projection and score.
     """
     start = arrange(run(graph, route, target, {}))
-    if bool(start.abs().max() > 0):
-        raise Unclear("a constant is added between projection and score")
     touched = _dependence(graph, route, target, projection, arrange)
     colors = _color(touched)
     at = spread(start.shape[1])
@@ -110,7 +112,8 @@ def heads(
     result = []
     for index in range(touched.shape[0]):
         channels = touched[index].nonzero()[:, 0]
-        result.append(Head(tuple(channels.tolist()), answer[colors[channels], index].permute(1, 0, 2)))
+        constant = bool(start[index].abs().max() > 0)
+        result.append(Head(tuple(channels.tolist()), answer[colors[channels], index].permute(1, 0, 2), constant))
     return result
 
 
@@ -210,10 +213,12 @@ class Wire:
     Attributes:
         origin: Per channel that is read, the channel that it comes from, or -1.
         signature: Per channel that is read, its factor at several positions.
+        constant: Whether a constant is added on the way.
     """
 
     origin: Tensor
     signature: Tensor
+    constant: bool = False
 
 
 def wires(graph: Graph, route: Route, source: Projection, reader: Projection) -> Wire | str:
@@ -236,8 +241,6 @@ def wires(graph: Graph, route: Route, source: Projection, reader: Projection) ->
     codes = [torch.ones(size, dtype=torch.float64)]
     codes += [torch.rand(size, dtype=torch.float64, generator=generator) + 0.5 for _ in range(2)]
     start = _by_channel(run(graph, route, reader.act, {}), reader)
-    if bool(start.abs().max() > 0):
-        return "a constant is added on the way"
     answers = [
         _by_channel(run(graph, route, reader.act, {source.node: leaf(source, code, weights)}), reader) - start
         for code in codes
@@ -254,7 +257,7 @@ def wires(graph: Graph, route: Route, source: Projection, reader: Projection) ->
         if bool(((answer - expected).abs() > 1e-8 * base.abs().max()).any()):
             return "a channel that it reads mixes several channels"
     picks = torch.randperm(base.shape[0], generator=generator)[:48]
-    return Wire(origin, base[picks].T)
+    return Wire(origin, base[picks].T, bool(start.abs().max() > 0))
 
 
 def _by_channel(value: Tensor, reader: Projection) -> Tensor:

@@ -233,6 +233,10 @@ class Proposer:
         note = "it is divided by a length of its own between projection and score" if bent else ""
         if not note and any(self._read_elsewhere(route, node) for route in routes):
             note = "what it makes is read elsewhere too"
+        constant = any(head.constant for side in sides for _, maps in side for head in maps)
+        shifted = any(self._shifted(source) for route in routes for source in route.sources)
+        if not note and (constant or shifted):
+            note = "a constant is added between projection and score"
         edges = []
         for a, (left_ids, left_maps) in enumerate(sides[0]):
             for b, (right_ids, right_maps) in enumerate(sides[1]):
@@ -271,6 +275,11 @@ class Proposer:
             number[node] = len(number)
         lines += [number[target], tuple(target.meta["val"].shape)]
         return tuple(lines)
+
+    def _shifted(self, source: fx.Node) -> bool:
+        """Whether a constant is part of the bias of a projection."""
+        projection = self.walker.projection(source)
+        return projection is not None and projection.shifted
 
     def _meets_softmax(self, node: fx.Node) -> bool:
         """Whether a softmax follows within a few operators."""
@@ -369,13 +378,16 @@ class Proposer:
         wire = wires(self.graph, route, first, reader)
         if isinstance(wire, str):
             raise Unclear(wire)
+        if wire.constant and not route.mixed:
+            raise Unclear("a constant is added on the way")
         ids = self._parts.add(first)
         for offset in route.offsets:
             name, rows = offset_channels(self.graph, route, offset, reader)
             for channel, element in enumerate(rows[0].tolist()):
                 if int(wire.origin[channel]) >= 0 and element >= 0:
                     self._parts.join(ids[int(wire.origin[channel])], name, torch.tensor([element]))
-        self._chain_units(route, first, ids, wire.origin, wire.signature, reader)
+        constant = "a constant is added between projection and output" if wire.constant or first.shifted else ""
+        self._chain_units(route, first, ids, wire.origin, wire.signature, reader, constant)
 
     def _several(self, route: Route, chosen: list[Projection], reader: Projection) -> None:
         """Several projections are added before the reader: all of them make the channels together."""
@@ -385,6 +397,8 @@ class Proposer:
             wire = wires(self.graph, route, projection, reader)
             if isinstance(wire, str):
                 raise Unclear(wire)
+            if wire.constant:
+                raise Unclear("a constant is added on the way")
             if origin is not None and not torch.equal(origin, wire.origin):
                 raise Unclear("the values that are added do not share their channels")
             origin, signature = wire.origin, wire.signature
@@ -398,8 +412,9 @@ class Proposer:
         self._chain_units(route, chosen[0], joined[0], origin, signature, reader)
 
     def _chain_units(
-        self, route: Route, source: Projection, ids: list[Id], origin: Tensor, signature: Tensor, reader: Projection
-    ) -> None:
+        self, route: Route, source: Projection, ids: list[Id], origin: Tensor, signature: Tensor, reader: Projection,
+        constant: str = "",
+    ) -> None:  # fmt: skip
         """Channels with one signature form a unit: a head of values, an adapter, or a single hidden unit."""
         columns = reader.reader[0]
         live = (origin >= 0).nonzero()[:, 0]
@@ -421,7 +436,7 @@ class Proposer:
             raise Unclear("heads overlap in the values that they read")
         kind = self._chain_kind(route, source)
         self._followed |= {reader.node, *route.sources, *(inner for inner, _ in route.inputs)}
-        note = "it is divided by a length of its own between values and output" if route.bent else ""
+        note = "it is divided by a length of its own between values and output" if route.bent else constant
         if not note and self._read_elsewhere(route, reader.node):
             note = "what it makes is read elsewhere too"
         single = {start: read for start, read in classes.items() if len(start) == 1 and kind != "lora"}
@@ -616,8 +631,8 @@ def _between(left: Head, right: Head) -> Meeting:
     if len(rows) != len(columns):
         raise Unclear("queries and keys of a head have different numbers of channels")
     if len(rows) < M.shape[2] or len(columns) < M.shape[3]:
-        left = Head(tuple(left.channels[i] for i in rows.tolist()), left.R[:, rows])
-        right = Head(tuple(right.channels[i] for i in columns.tolist()), right.R[:, columns])
+        left = Head(tuple(left.channels[i] for i in rows.tolist()), left.R[:, rows], left.constant)
+        right = Head(tuple(right.channels[i] for i in columns.tolist()), right.R[:, columns], right.constant)
         M = M[:, :, rows][..., columns]
     return left, right, M
 

@@ -305,10 +305,27 @@ class LinearAttention(Attention):
 
 
 class ConstantKey(Attention):
-    """A constant is added to the keys."""
+    """A constant is added to the keys: the same number for all scores of a query, which softmax does not see."""
 
     def key(self, x: Tensor) -> Tensor:
         return x + torch.linspace(-1, 1, H, dtype=x.dtype)
+
+
+class ConstantQuery(Attention):
+    """A constant is added to the queries."""
+
+    def query(self, x: Tensor) -> Tensor:
+        return x + torch.linspace(-1, 1, H, dtype=x.dtype)
+
+
+class ConstantRotaryQuery(Attention):
+    """A constant is added to the queries before they are rotated."""
+
+    def query(self, x: Tensor) -> Tensor:
+        return rotate(x + torch.linspace(0.5, 1, H, dtype=x.dtype))
+
+    def key(self, x: Tensor) -> Tensor:
+        return rotate(x)
 
 
 class Noisy(nn.Module):
