@@ -16,7 +16,7 @@ import torch
 
 with warnings.catch_warnings():  # geoopt compiles with torch.jit, which torch calls deprecated
     warnings.simplefilter("ignore")
-    from . import manifolds, optim
+    from . import manifolds, optim, sharpness
 
 
 @dataclass
@@ -62,7 +62,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, median of {options.rounds} interleaved rounds")
     print(f"{'figure':78}{'ours':>10}{'other':>10}{'ratio':>8}{'target':>9}")
-    for make in (*manifolds.RATIOS, *optim.RATIOS):
+    for make in (*manifolds.RATIOS, *sharpness.RATIOS, *optim.RATIOS):
         ratio = make()
         if options.only not in ratio.name:
             continue
@@ -70,6 +70,8 @@ def main() -> None:
         goal = f">= {ratio.target}" if ratio.faster else f"<= {ratio.target}"
         met = value >= ratio.target if ratio.faster else value <= ratio.target
         print(f"{ratio.name:78}{ours:9.3f}s{other:9.3f}s{value:8.2f}{goal:>9}{'' if met else '  MISSED'}", flush=True)
+    if options.only in "peak memory":
+        sharpness.print_memory()
 
 
 if __name__ == "__main__":
