@@ -33,7 +33,7 @@ check: $(STAMP)
 	echo "the suite took $$(( $$(date +%s) - start )) s"; exit $$status
 
 demo: $(STAMP)
-	$(BIN)/python examples/compare_retractions.py --out demo
+	$(BIN)/quotientsharp demo --out demo
 
 benchmarks: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -47,6 +47,7 @@ def digits() -> tuple[nn.Module, Any]:
 def minilm() -> tuple[nn.Module, Any]:
     """MiniLM with a head fitted to movie snippets, and 4 of them."""
     import transformers
+
     from examples.orbit_minilm import fit_head, movie_snippets
     from examples.orbit_minilm import minilm as folder
     from quotientsharp.data import Reading, make_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -153,6 +154,30 @@ class Symmetries(Sequence[Block]):
             wide = point.double() if point.is_floating_point() else point
             block.write_(model, block.act(wide, A.to(wide.device)).to(point.dtype))
 
+    def move_gaussian_(self, model: nn.Module, size: float = 1.0, seed: int = 0) -> None:
+        """Move the weights along their orbits by ``A = size N``, N Gaussian, in place; the function stays.
+
+        These are the moves of figure 7 of arXiv 2505.05409: far from the identity, also in scale. A matrix of
+        condition above ``200 sqrt(h)`` is drawn again, as in `move_`. Groups smaller than GL(h), which hold no such
+        matrices, take a random element of their own.
+
+        Args:
+            model: The model.
+            size: Factor before the Gaussian matrix, of either sign but not zero.
+            seed: Seed of the matrices.
+
+        Raises:
+            ValueError: If the size is zero or not finite.
+        """
+        if not (math.isfinite(size) and size != 0):
+            raise ValueError(f"size must be a finite number other than zero, not {size}.")
+        generator = torch.Generator().manual_seed(seed)
+        tensors = parameters_of(model)
+        for block in self:
+            A = _gaussian(block, size, generator)
+            point = block.read(tensors).detach()
+            block.write_(model, block.act(point.double(), A.to(point.device)).to(point.dtype))
+
     def canonicalize_(self, model: nn.Module) -> list[Refusal]:
         """Bring every block to the canonical point of its orbit, in place; the function stays.
 
@@ -187,6 +212,24 @@ class Symmetries(Sequence[Block]):
                 why = "lower rank" if has_canonical_point(block) else "a group without a canonical point"
                 kept.append((block.name, f"{dead} of {block.copies} copies: {why}"))
         return kept
+
+
+def _gaussian(block: Block, size: float, generator: torch.Generator) -> Tensor:
+    """Group elements ``size N`` of every copy of a block."""
+    if block.group.dim < block.h**2:
+        return block.group.random(block.copies, 1.0, generator)
+
+    def draw(copies: int) -> Tensor:
+        A = size * torch.randn(copies, block.h, block.h, dtype=torch.float64, generator=generator)
+        return A.abs() if block.group.positive else A
+
+    A = draw(block.copies)
+    for _ in range(20):
+        bad = torch.linalg.cond(A) > 200.0 * block.h**0.5
+        if not bool(bad.any()):
+            break
+        A[bad] = draw(int(bad.sum()))
+    return A
 
 
 def _short(prefix: str, name: str) -> str:

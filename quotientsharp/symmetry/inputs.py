@@ -44,14 +44,22 @@ def read_inputs(model: nn.Module, example_inputs: Any) -> Inputs:
     raise ValueError(f"example_inputs must be a tensor, a tuple or a dict, not {type(example_inputs).__name__}.")
 
 
-def _signature(model: nn.Module) -> set[str]:
+def arguments_of(model: nn.Module) -> set[str]:
+    """Names of the arguments that a model takes.
+
+    Args:
+        model: The model, also with adapters around it.
+
+    Returns:
+        The names.
+    """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return set(inspect.signature(base.forward).parameters)
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keys and values kept for later calls are no output of the function."""
-    if "use_cache" in _signature(model) and getattr(model, "config", None) is not None:
+    if "use_cache" in arguments_of(model) and getattr(model, "config", None) is not None:
         kwargs.setdefault("use_cache", False)
     return kwargs
 
@@ -87,7 +95,7 @@ def _setting(config: Any, *names: str) -> Any:
 
 
 def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> Inputs | None:
-    takes = _signature(model)
+    takes = arguments_of(model)
     kwargs: dict[str, Any] = {}
     text = "input_ids" in takes
     meta = any(p.is_meta for p in model.parameters())
