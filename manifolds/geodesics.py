@@ -196,7 +196,7 @@ def split_flow(frame: Frame, x: Pair, u: Pair, *, steps: int = 1, levels: int = 
     return Arrival(spread(path.point, x, u), spread(path.velocity, x, u), path.drift, path.doubt)
 
 
-def split_fields(frame: Frame, products: Grams, *, steps: int = 1, levels: int = 6) -> SplitPath:
+def split_fields(frame: Frame, products: Grams, *, steps: int = 1, levels: int = 6, arriving: bool = True) -> SplitPath:
     """The small matrices of `split_flow`.
 
     Args:
@@ -204,6 +204,7 @@ def split_fields(frame: Frame, products: Grams, *, steps: int = 1, levels: int =
         products: Gram products of the initial velocity.
         steps: Number of extrapolated steps to time 1.
         levels: Levels of extrapolation; the order is twice that.
+        arriving: Whether the velocity at time 1 needs a derivative.
 
     Returns:
         Point and velocity at time 1 in the spans of point and initial velocity, drift and doubt as in `Arrival`.
@@ -256,12 +257,14 @@ def split_fields(frame: Frame, products: Grams, *, steps: int = 1, levels: int =
         return energy, (p_top @ dual_h, p_low @ dual_h, q_top @ dual_g, q_low @ dual_g)
 
     state: State = tuple(start)
-    begin, _ = speeds(state)
+    with torch.no_grad():  # only compared
+        begin, _ = speeds(state)
     drifts, doubts = [], []
     numbers = range(1, levels + 1)
     for _ in range(steps):
         state, doubt = _extrapolate(run, state, numbers)
-        energy, rates = speeds(state)
+        with torch.set_grad_enabled(arriving and torch.is_grad_enabled()):
+            energy, rates = speeds(state)
         drifts.append(_drift(begin, energy))
         doubts.append(doubt)
 
@@ -381,7 +384,7 @@ def retraction_fields(
     if retraction == "geodesic" and metric.is_inv:
         return closed_fields(frame, products, bound=bound), None
     if retraction == "geodesic":
-        path = split_fields(frame, products, steps=steps, levels=levels)
+        path = split_fields(frame, products, steps=steps, levels=levels, arriving=False)
         return path.point, _error(path.drift, path.doubt)
     identity = torch.eye(products.cross_g.shape[-1], dtype=products.cross_g.dtype, device=products.cross_g.device)
     if retraction == "first_order":

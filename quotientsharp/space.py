@@ -328,11 +328,10 @@ class PairComponent:
             error = self._move_tall(vector, point)
         else:
             sides = (pair[0], vector[0]), (pair[1], vector[1]), (vector[0], vector[0]), (vector[1], vector[1])
-            products = Grams(*(self._gram(*side).requires_grad_() for side in sides))
-            with torch.enable_grad():
-                fields, error = self._fields(products)
+            products = Grams(*(self._gram(*side) for side in sides))
+            fields, error = self._fields(products)
             self._tape = products, fields
-            on_g, on_a, on_h, on_b = (part.detach() for part in fields)
+            on_g, on_a, on_h, on_b = fields
             self._sum([(pair[0], on_g), (vector[0], on_a)], [(pair[1], on_h), (vector[1], on_b)], None, point)
         self.stack.scatter_(parameters, point.view(self.original.shape))
         return None if error is None else error.detach().amax()
@@ -369,11 +368,16 @@ class PairComponent:
             return
         products, fields = Grams(*self._tape[0]), Fields(*self._tape[1])
         by_fields = Fields(cross_g, self._gram(a, Y), cross_h, self._gram(b, V))
-        bars = Grams(*torch.autograd.grad(fields, products, by_fields))
-        _, on_a, _, on_b = (part.detach() for part in fields)
+        # Computed once more, with derivatives: their intermediate results would otherwise lie beside the model's.
+        leaves = Grams(*(part.requires_grad_() for part in products))
+        with torch.enable_grad():
+            again, _ = self._fields(leaves)
+        bars = Grams(*torch.autograd.grad(again, leaves, by_fields))
+        products = Grams(*(part.detach() for part in products))
+        _, on_a, _, on_b = fields
         turn_g, turn_h = bars.square_g + bars.square_g.mT, bars.square_h + bars.square_h.mT
-        along_g = cross_g @ on_a.mT + self.frame.gram_g @ bars.cross_g + products.cross_g.detach() @ turn_g
-        along_h = cross_h @ on_b.mT + self.frame.gram_h @ bars.cross_h + products.cross_h.detach() @ turn_h
+        along_g = cross_g @ on_a.mT + self.frame.gram_g @ bars.cross_g + products.cross_g @ turn_g
+        along_h = cross_h @ on_b.mT + self.frame.gram_h @ bars.cross_h + products.cross_h @ turn_h
         lift_g, lift_h = self._compensate(along_g, along_h)
         self._sum(
             [(Y, on_a.mT), (a, turn_g), (G, bars.cross_g + lift_g)],

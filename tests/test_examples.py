@@ -50,7 +50,7 @@ def test_orbit_minilm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks that stand alone: sharpness, then an optimizer that learns."""
+    """The blocks that stand alone: sharpness, attach and detach, an optimizer that learns."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(blocks[0], names)
@@ -60,6 +60,9 @@ def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     adaptive.append(qs.sharpness(names["model"], names["batch"], geometry="adaptive").value)
     assert abs(adaptive[1] / adaptive[0] - 1) > 0.01
     assert "converged" in capsys.readouterr().out
+    weights = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
+    exec(blocks[1], names)  # attaches, trains nothing, detaches
+    assert all(torch.equal(weights[name], tensor) for name, tensor in names["model"].state_dict().items())
     torch.manual_seed(0)
-    exec(blocks[1], names)
+    exec(blocks[2], names)
     assert float(names["loss"].detach()) < 0.1 * float(names["target"].square().mean())
