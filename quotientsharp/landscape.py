@@ -127,9 +127,8 @@ def landscape(
             nonlocal done
             found = []
             for z in values:
-                error = place.move_(z)
-                loss = float(measurement.objective.value(data))
-                found.append(loss if float(error) <= place.error_bound else math.nan)
+                inside = place.reach_(z)
+                found.append(float(measurement.objective.value(data)) if inside else math.nan)
                 done += 1
                 if progress is not None:
                     progress(done, total)

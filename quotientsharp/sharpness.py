@@ -357,9 +357,8 @@ def average_sharpness(
             found: list[float] = []
             for _ in range(samples):
                 z = space.random(generator).mul_(radius)
-                while float(space.move_(z)) > space.error_bound:
-                    if not space.refine():
-                        raise ValueError(f"{_LEAVES}; a smaller rho, or metric='inv', would do.")
+                if not space.reach_(z):
+                    raise ValueError(f"{_LEAVES}; a smaller rho, or metric='inv', would do.")
                 found.append(float(objective.value(batch)) - losses[-1])
             rises += found
             per_batch.append(float(np.mean(found)))

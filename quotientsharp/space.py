@@ -684,6 +684,20 @@ class ParameterSpace:
         torch.clear_autocast_cache()
         return error
 
+    def reach_(self, z: Tensor) -> bool:
+        """Write ``R(z)`` into the model, integrated as finely as it needs. Reads a number back at every try.
+
+        Args:
+            z: Coordinates of a step.
+
+        Returns:
+            Whether the step ends on the manifold.
+        """
+        while known(self.move_(z) > self.error_bound):
+            if not self.refine():
+                return False
+        return True
+
     @property
     def error_bound(self) -> float:
         """Largest error of a retraction that counts as none."""
@@ -708,8 +722,7 @@ class ParameterSpace:
         for pair in self._pairs:
             pair.radius, pair.levels, pair.steps = 1.01 * radius, 2, 1
         if self.geometry.retraction == "geodesic" and not self.geometry.metric.is_inv:
-            while known(self.move_(z) > self.error_bound) and self.refine():
-                pass
+            self.reach_(z)
 
     def pull(self, gradients: Mapping[str, Tensor], z: Tensor, out: Tensor) -> Tensor:
         """Derivative of the loss in the coordinates at ``z``, where `move_` was last called.

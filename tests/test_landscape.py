@@ -44,3 +44,9 @@ def test_progress_counts_forward_passes() -> None:
         model, batch, 0.1, points=3, geometry="adaptive", progress=lambda done, total: seen.append((done, total))
     )
     assert seen == [(i, 15) for i in range(1, 16)]
+
+
+def test_the_plane_of_the_mixed_metric_has_no_holes() -> None:
+    model, batch = classifier()
+    found = qs.landscape(model, batch, 0.3, points=5, metric="mix")
+    assert np.isfinite(found.plane).all()
