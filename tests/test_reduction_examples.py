@@ -39,3 +39,8 @@ def test_align_and_interpolate(
     assert "all of them" in capsys.readouterr().out
     assert (tmp_path / "align_and_interpolate.csv").read_text().count("\n") == 5
     assert (tmp_path / "align_and_interpolate.png").stat().st_size > 10_000
+
+
+def test_reduce_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "reduce_a_model.py")
+    assert "256 fewer" in capsys.readouterr().out
