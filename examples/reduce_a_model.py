@@ -54,7 +54,7 @@ def main() -> None:
     apart = distance(model, other, symmetries).relative
     symmetries.canonicalize_(model)
     symmetries.canonicalize_(other)
-    gap = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    gap = max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     print(f"one orbit: distance {apart:.0e}, canonical weights differ by {gap:.0e}")
     assert apart < 1e-12
     assert gap < 1e-8
